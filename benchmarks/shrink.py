@@ -80,7 +80,7 @@ def model_losses(model: Any, evaluation: Mapping[str, Dense]) -> Losses:
     found = {}
     for text, dense in evaluation.items():
         parts = []
-        for part in dense.ids.split(dense.runner.batch):
+        for part in dense.ids.split(dense.runner.batches.size):
             ids = part.to(dense.runner.device)
             parts.append(token_losses(model(input_ids=ids, use_cache=False).logits, ids).double().mean(1).cpu())
         found[text] = torch.cat(parts)

@@ -84,6 +84,20 @@ def write_text(path: str | Path, text: str, replace: bool = True, place: Path | 
     write_atomically(path, write, replace, place)
 
 
+def write_tensors(path: str | Path, state: object) -> None:
+    """Write a collection of tensors with `torch.save`, atomically."""
+    import torch
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as handle:
+            try:
+                torch.save(state, handle)
+            except RuntimeError as error:  # torch raises its own error in place of that of a full disk
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+    write_atomically(path, write)
+
+
 def check_outputs(
     outputs: Mapping[str, str | Path | None],
     inputs: Mapping[str, str | Path | None],

@@ -17,7 +17,7 @@ from typing import Any
 
 from depthgauge._io import is_special, write_text
 from depthgauge._lock import file_lock, is_lock
-from depthgauge.errors import InputError, InterruptedRunError, require_path
+from depthgauge.errors import InputError, InterruptedRunError, OutputError, require_path
 from depthgauge.progress import no_message
 
 SCHEMA = "depthgauge.partial/2"
@@ -84,11 +84,13 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._release(keep=kind is not None)
-        if kind is KeyboardInterrupt and self.folder is not None and self.folder.is_dir():
-            raise InterruptedRunError(
-                f"interrupted; the finished steps are kept in {self.folder}: add --resume to the same command to "
-                "continue"
-            ) from error
+        if self.folder is None or not self.folder.is_dir():
+            return
+        advice = f"the finished steps are kept in {self.folder}: add --resume to the same command to continue"
+        if kind is KeyboardInterrupt:
+            raise InterruptedRunError(f"interrupted; {advice}") from error
+        if isinstance(error, OutputError):  # a full disk, for example
+            error.args = (f"{error}; {advice}",)
 
     def begin(self, about: dict[str, Any]) -> None:
         """Set the description of the run. A run resumes only from a journal with the same description."""

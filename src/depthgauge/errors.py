@@ -52,6 +52,14 @@ class VerificationError(DepthgaugeError):
     """The upper bound of a certificate could not be verified. The message names the step that failed."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out; torch, which may not be imported, has several kinds of them."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs the packages of an extra. It works however depthgauge itself was installed."""
     from importlib.metadata import PackageNotFoundError, requires  # slow to import, and rarely needed

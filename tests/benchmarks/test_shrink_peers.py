@@ -81,7 +81,7 @@ def plain() -> Plain:
 
 def observed(plain: Plain, ids: Tensor, batch: int = 3) -> Any:
     runner = BlockRunner(wrap(plain.model, "tiny"), ids[:1])
-    runner.batch = batch
+    runner.batches.size = batch
     return peers.observe(runner, ids)
 
 

@@ -68,7 +68,7 @@ def naive(checkpoint: Checkpoint, window: Inputs, kind: str, layer: int) -> Tens
 def test_all_layers_and_windows_at_once_equal_complete_passes(name: str) -> None:
     checkpoint, inputs = case(name)
     runner = BlockRunner(checkpoint, encoded(checkpoint, inputs)[:1])
-    runner.batch = 3
+    runner.batches.size = 3
     dense = DenseStates(runner, encoded(checkpoint, inputs))
     measured = {kind: layers_of(kind, checkpoint.families) for kind in KINDS}
     if name == "bart both":  # the encoder and the decoder are not adjacent
@@ -92,7 +92,7 @@ def test_blocks_are_used_in_order_whatever_the_number_of_models(kind: str, monke
     """Weights that are read from a disk are read once, also for several batches of windows."""
     checkpoint, applied, apply = wrap(tiny_model("llama")), list[int](), BlockRunner.block
     runner = BlockRunner(checkpoint, tokens(batch=1))
-    runner.batch = 2
+    runner.batches.size = 2
     dense = DenseStates(runner, tokens(batch=5))
     monkeypatch.setattr(
         BlockRunner, "block", lambda self, layer, *rest: (applied.append(layer), apply(self, layer, *rest))[1]

@@ -307,10 +307,12 @@ def test_what_nobody_expected_is_exit_one_and_one_sentence(
     assert outcome.code == 1
     assert is_one_sentence(outcome.err)
     assert "unexpected RuntimeError: two lines (set DEPTHGAUGE_DEBUG=1" in outcome.err
-    broken(torch.OutOfMemoryError("tried to allocate 2 GiB"))
-    outcome = run("gauge")
-    assert (outcome.code, is_one_sentence(outcome.err)) == (2, True)
-    assert "memory ran out: use --stream" in outcome.err
+    on_cpu = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried")
+    for error in (torch.OutOfMemoryError("tried to allocate 2 GiB"), on_cpu, MemoryError()):
+        broken(error)
+        outcome = run("gauge")
+        assert (outcome.code, is_one_sentence(outcome.err)) == (2, True)
+        assert "memory ran out: start again with --stream" in outcome.err
     broken(KeyboardInterrupt())
     assert run("gauge") == Outcome(130, "", "error: interrupted\n")
     broken(RuntimeError("in full"))

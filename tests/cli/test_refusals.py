@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tiny_checkpoints import save_checkpoint
 from tiny_gguf import write_gguf
 from tiny_speech import save_wave
@@ -42,6 +44,11 @@ REFUSED = {
     "gauge pickled": "use --allow-pickle",
     "gauge cut": "model.safetensors is cut off or damaged",
     "gauge no-shard": "no-shard lacks the file model-00001-of-00002.safetensors",
+    "gauge cut-shard": "model-00002-of-00002.safetensors is cut off or damaged",
+    "gauge wrong-index --stream": "says that extra is in model-00002-of-00002.safetensors, which does not have it",
+    "shrink no-shard --remove 1 --out new --stream": "no-shard lacks the file model-00001-of-00002.safetensors",
+    "shrink cut-shard --remove 1 --out new --stream": "model-00002-of-00002.safetensors is cut off or damaged",
+    "shrink wrong-index --remove 1 --out new": "which does not have it; download the files again",
     "gauge good --dtype half": "dtype must be one of",
     "gauge good --what-if nothing": "what-if must be one of",
     "gauge good --text nowhere.txt": "cannot read text nowhere.txt",
@@ -110,6 +117,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / file).write_bytes(weights[:-1] if name == "cut" else weights)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "no-shard" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, tensors in {"cut-shard": (), "wrong-index": ("extra",)}.items():
+        _save_shards(folder / name, tensors, cut=name == "cut-shard")
     _save_other_inputs(folder, weights)
     write_gguf(folder / "whole.gguf", add_bos=True)
     (folder / "cut.gguf").write_bytes((folder / "whole.gguf").read_bytes()[:-1000])
@@ -118,6 +127,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "taken.json").touch()
     (folder / "empty").mkdir()
     return folder
+
+
+def _save_shards(folder: Path, extra: tuple[str, ...], cut: bool) -> None:
+    """Save a checkpoint in two files, with an index that names `extra` tensors; cut the last tensor off the second."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    files = {name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate("ab", 1)}
+    for name, file in files.items():
+        save_file({name: np.ones(100)}, folder / file)
+    index = {"weight_map": files | dict.fromkeys(extra, files["b"])}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if cut:
+        os.truncate(folder / files["b"], (folder / files["b"]).stat().st_size - 400)
 
 
 def _save_other_inputs(folder: Path, weights: bytes) -> None:

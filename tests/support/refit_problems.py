@@ -25,7 +25,7 @@ class Problem:
         self.ids = torch.randint(3, 40, (windows, length), generator=generator)
         self.checkpoint = derived(wrap(self.model, name), self.ids)
         self.runner = BlockRunner(self.checkpoint, self.ids[:1])
-        self.runner.batch = 5  # not a divisor of the number of windows
+        self.runner.batches.size = 5  # not a divisor of the number of windows
         self.states = self.runner.through([0], self.runner.embed(self.ids))
         assert self.checkpoint.family is not None
         self.family = self.checkpoint.family

@@ -17,8 +17,8 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 def runner_of(model: Any, ids: torch.Tensor, batch: int) -> BlockRunner:
     runner = BlockRunner(wrap(model), ids[:1])
-    assert runner.batch >= 1
-    runner.batch = batch
+    assert runner.batches.size >= 1
+    runner.batches.size = batch
     return runner
 
 
@@ -80,8 +80,8 @@ def test_states_keep_the_dtype_and_the_place_in_which_they_are_stored() -> None:
     stored = runner.embed(ids).float()
     assert runner.through([0, 1], stored).dtype == torch.float32
     assert runner.through([], stored) is stored
-    assert all(part.dtype == torch.bfloat16 for _, part in runner.batches(stored))
-    assert [(start, len(part)) for start, part in runner.batches(stored)] == [(0, 2), (2, 1)]
+    assert runner.on_device(stored).dtype == torch.bfloat16
+    assert runner.batches.map(lambda these: len(stored[these]), len(stored)) == [2, 1]
 
 
 def test_a_model_whose_layers_share_one_module_is_refused() -> None:

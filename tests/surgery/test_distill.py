@@ -66,7 +66,7 @@ def test_parts_of_a_batch_have_the_gradient_of_the_batch() -> None:
     made = []
     for batch in (8, 3):
         student = student_of(tiny_model("llama").double(), windows=24 * 4)
-        student.runner.batch = batch
+        student.runner.batches.size = batch
         distill(student, 0, blocks_of(student), steps=3, tokens=64, seed=0)
         made.append([weight.detach().clone() for weight in blocks_of(student)])
     for left, right in zip(*made, strict=True):

@@ -23,7 +23,7 @@ def shrunk(name: str) -> tuple[Any, BlockRunner, Objective, torch.Tensor]:
     """A model, its runner, the objective, and the states after some of its blocks."""
     model = layered_model(name)
     runner = BlockRunner(wrap(model), IDS[:1])
-    runner.batch = 2
+    runner.batches.size = 2
     embedded = runner.embed(IDS)
     dense = runner.through(range(LAYERS), embedded)
     return model, runner, Objective(runner, IDS, dense), runner.through(KEPT, embedded)

@@ -105,7 +105,7 @@ def test_blocks_one_by_one_are_the_model_on_every_pair(name: str, stack: str, pl
     assert checkpoint.layer_keys == keys_of(name, stack)
     samples = encoded(checkpoint, samples_of(place, name, 5))
     runner = BlockRunner(checkpoint, samples[:1])
-    runner.batch = 2
+    runner.batches.size = 2
     with torch.no_grad():
         states = runner.through(range(checkpoint.layers), runner.embed(samples), samples)
         made = runner.output(states, samples)

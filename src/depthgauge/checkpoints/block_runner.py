@@ -1,7 +1,8 @@
 """Run the blocks of a checkpoint one at a time, with the arguments that the model passes to them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.samples import Inputs, Samples, few_windows, repeated
+from depthgauge.checkpoints.window_batches import WindowBatches
 
 
 class _Reached(Exception):  # noqa: N818
@@ -31,7 +33,7 @@ class BlockRunner(Stack):
     on the window, such as the states of an encoder, the model is asked for those of every batch.
 
     - `blocks`: the blocks, in order
-    - `batch`: how many windows are computed together
+    - `batches`: how many windows are computed together
     - `needs_inputs`: whether arguments of the blocks depend on the window
     - `shared`: weights of blocks that decide arguments of other blocks, such as the position biases of T5; the recorded
       arguments would not follow if these weights changed
@@ -57,7 +59,7 @@ class BlockRunner(Stack):
         reads_several = isinstance(example, Samples) and len(example.inputs) > 1  # masks of padding, or two stacks
         self.needs_inputs = reads_several or self._depend_on_window(tokens)
         size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
-        self.batch = size if checkpoint.batched else 1
+        self.batches = WindowBatches(size if checkpoint.batched else 1)
 
     @property
     def device(self) -> torch.device:
@@ -83,23 +85,25 @@ class BlockRunner(Stack):
     @torch.no_grad()
     def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
         """Return X_0, the input of the first block."""
+        return torch.cat(self.batches.map(lambda these: self._embed(inputs[these]), len(inputs)))
+
+    def _embed(self, inputs: Inputs) -> Float[Tensor, "batch n d"]:
         *others, last = self.checkpoint.spans
-        found: dict[nn.Module, list[Tensor]] = {self.blocks[span.start]: [] for span in self.checkpoint.spans}
+        firsts, found = [self.blocks[span.start] for span in self.checkpoint.spans], list[Tensor]()
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[module].append(hidden_in(args, kwargs))
+            found.append(hidden_in(args, kwargs))
             if module is self.blocks[last.start]:
                 raise _Reached
 
         with ExitStack() as hooks:
             for layer in (layer for span in others for layer in span):
                 hooks.enter_context(self._passing(layer, None))
-            for block in found:
+            for block in firsts:
                 hooks.enter_context(block.register_forward_pre_hook(stop, with_kwargs=True))
-            for start in range(0, len(inputs), self.batch):
-                with suppress(_Reached):
-                    self._forward(inputs[start : start + self.batch])
-        return joined([torch.cat(one) for one in found.values()])
+            hooks.enter_context(suppress(_Reached))
+            self._forward(inputs)
+        return joined(found)
 
     def part(self, layer: int, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows _ d"]:
         """Return the tokens of the stack that a layer belongs to."""
@@ -190,23 +194,23 @@ class BlockRunner(Stack):
         made = torch.empty_like(states)
         for layer in layers:
             with self.resident(layer):
-                for index, part in self.batches(states):
-                    these = None if inputs is None else inputs[index : index + len(part)]
-                    part = self.block(layer, part, these)
-                    made[index : index + len(part)] = part.to(made.device, made.dtype)
+                self.batches.map(partial(self._advance, layer, states, made, inputs), len(states))
             states = made
         return made
+
+    def _advance(self, layer: int, states: Tensor, made: Tensor, inputs: Inputs | None, these: slice) -> None:
+        """Put the states of a batch after a layer into `made`."""
+        part = self.block(layer, self.on_device(states[these]), None if inputs is None else inputs[these])
+        made[these] = part.to(made.device, made.dtype)
 
     def resident(self, layer: int) -> AbstractContextManager[None]:
         """Keep the weights of a block on the device, where they would be brought for every call."""
         stream = self.checkpoint.stream
         return nullcontext() if stream is None else stream.resident(layer)
 
-    def batches(self, states: Float[Tensor, "windows n d"]) -> Iterator[tuple[int, Float[Tensor, "batch n d"]]]:
-        """Yield batches of states on the model's device, each with the index of its first window."""
-        dtype = self.checkpoint.model.dtype
-        for start in range(0, len(states), self.batch):
-            yield start, states[start : start + self.batch].to(self.device, dtype)
+    def on_device(self, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows n d"]:
+        """Return states on the model's device and in its dtype."""
+        return states.to(self.device, self.checkpoint.model.dtype)
 
     def output(self, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None) -> Tensor:
         """Return the output of the model, such as its logits, for the states after the last block.

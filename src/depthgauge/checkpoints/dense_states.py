@@ -3,6 +3,7 @@
 States are kept on the GPU, in memory or on disk, whichever has room.
 """
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._format import size_text
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output, require_output, window_losses
 from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
+from depthgauge.errors import OutputError
 from depthgauge.progress import Step, silent
 
 STATES_SHARE = 0.35
@@ -95,8 +98,22 @@ class DenseStates:
         # The mapped file has no name any more when the folder is deleted; its space is freed with the tensor.
         with tempfile.TemporaryDirectory(prefix="depthgauge-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "states"
+            _reserve(path, needed)
             flat = torch.from_file(str(path), shared=True, size=count * state.numel(), dtype=state.dtype)
         return flat.reshape(shape)
+
+
+def _reserve(path: Path, needed: int) -> None:
+    """Create a file that has its space on the disk: a write to the mapping of one that has not ends the process."""
+    try:
+        with open(path, "wb") as handle:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(handle.fileno(), 0, needed)
+    except OSError as error:
+        raise OutputError(
+            f"cannot keep the states of the model in {tempfile.gettempdir()}: they need {size_text(needed)}, "
+            f"{error.strerror or error}; set TMPDIR to a folder with more space"
+        ) from error
 
 
 class Objective:
@@ -118,25 +135,26 @@ class Objective:
         self, several: Sequence[Float[Tensor, "windows n d"]], windows: slice = slice(None)
     ) -> Float[Tensor, "several windows"]:
         """Return the objective of every window for each of several states after the last block."""
-        inputs, found = self.inputs[windows], []
-        for start, dense in self.runner.batches(self.dense[windows]):
-            these = slice(start, start + len(dense))
-            reference = self._reference(dense, inputs[these])
-            parts = (states[these].to(dense.device, dense.dtype) for states in several)
-            outputs = (self.runner.output(part, inputs[these]) for part in parts)
-            found.append(torch.stack([self._measure(output, inputs[these], reference) for output in outputs]))
-        return torch.cat(found, dim=1)
+        runner, all_inputs, all_dense = self.runner, self.inputs[windows], self.dense[windows]
+
+        def measure(these: slice) -> Tensor:
+            inputs = all_inputs[these]
+            reference = self._reference(runner.on_device(all_dense[these]), inputs)
+            outputs = (runner.output(runner.on_device(states[these]), inputs) for states in several)
+            return torch.stack([self._measure(output, inputs, reference) for output in outputs])
+
+        return torch.cat(runner.batches.map(measure, len(all_dense)), dim=1)
 
     @torch.no_grad()
     def of_model(self, model: Any) -> float:
         """Return the mean objective of a complete transformers model on the same windows."""
-        checkpoint, found = replace(self.runner.checkpoint, model=model), []
-        for start in range(0, len(self.inputs), self.runner.batch):
-            these = slice(start, start + self.runner.batch)
-            inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, checkpoint.model.dtype)
-            output = model_output(checkpoint, inputs)
-            found.append(self._measure(output, inputs, self._reference(dense, inputs)))
-        return float(torch.cat(found).mean())
+        checkpoint = replace(self.runner.checkpoint, model=model)
+
+        def measure(these: slice) -> Tensor:
+            inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, model.dtype)
+            return self._measure(model_output(checkpoint, inputs), inputs, self._reference(dense, inputs))
+
+        return float(torch.cat(self.runner.batches.map(measure, len(self.inputs))).mean())
 
     def _reference(self, dense: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the output of the dense model, or None if the objective does not compare outputs with it."""

@@ -10,7 +10,7 @@ from logging import getLogger
 from typing import Any
 
 from depthgauge._format import one_line
-from depthgauge.errors import InputError, missing_extra
+from depthgauge.errors import InputError, is_out_of_memory, missing_extra
 
 
 class CheckpointError(InputError):
@@ -70,11 +70,12 @@ def attempt(name: str, what: str, load: Callable[[], Any], verb: str = "load") -
             return load()
     except CheckpointError:
         raise
-    except MemoryError as error:
-        raise CheckpointError(
-            f"{name} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
-        ) from error
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
+        if is_out_of_memory(error):
+            raise CheckpointError(
+                f"{name} does not fit into memory; use --stream, --dtype bfloat16, --device-map auto or a larger "
+                "machine"
+            ) from error
         cause = short(error)
         if not isinstance(error, OSError | ValueError | RuntimeError):  # their messages are no sentences
             cause = f"{type(error).__name__}: {cause}"

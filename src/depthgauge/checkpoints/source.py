@@ -223,23 +223,40 @@ def weight_files(source: Source) -> list[Path]:
 
 def shard_names(index: Path, name: str) -> list[str]:
     """Return the files that the index of the weights of the model called `name` mentions."""
+    return sorted(set(_weight_map(index, name).values()))
+
+
+def _weight_map(index: Path, name: str) -> dict[str, str]:
+    """Return the file of every tensor by the index of the weights of the model called `name`."""
     found = read_json(index, name).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{index.name} of {name} has no weight_map with the files of weights; download it again")
-    return sorted(set(found.values()))
+    return found
 
 
 def check_safetensors(source: Source) -> None:
-    """Raise if a safetensors file of a checkpoint is cut off or its header is damaged; reads the headers alone."""
+    """Raise if a safetensors file of a checkpoint is cut off or damaged, or lacks a tensor that the index puts there.
+
+    Only the headers are read.
+    """
+    stored: dict[Path, set[str]] = {}
     for path in weight_files(source):
         try:
-            with safe_open(path, framework="np"):
-                pass
+            with safe_open(path, framework="np") as handle:
+                stored[path] = set(handle.keys())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"cannot read the weights of {source.target}: {path.name} is cut off or damaged ({short(error)}); "
                 "download it again"
             ) from error
+    index = source.folder / f"{SAFETENSORS}.index.json"
+    placed = _weight_map(index, source.target) if index.is_file() and source.folder / SAFETENSORS not in stored else {}
+    for tensor, file in placed.items():
+        if tensor not in stored[source.folder / file]:
+            raise CheckpointError(
+                f"{index.name} of {source.target} says that {tensor} is in {file}, which does not have it; download "
+                "the files again"
+            )
 
 
 def weight_bytes(source: Source) -> int:

@@ -25,6 +25,7 @@ from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
+from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.checkpoints.windows import Windows, body_length, require_rows, surround, tokenize_text
 from depthgauge.errors import InputError
 from depthgauge.progress import Step
@@ -85,16 +86,19 @@ def window_losses(
     """Measure the mean loss of every window, in nats per predicted token."""
     ids = windows.ids
     require_rows(checkpoint, [ids])
-    batch, found, started = batch_size(checkpoint.model, ids.shape[1], loss=True), list[float](), time.perf_counter()
-    for first in range(0, len(ids), batch):
-        progress(first, len(ids), f"windows of {windows.source}")
-        part = ids[first : first + batch]
-        logits = model_output(checkpoint, part)
-        found += token_losses(logits, part).double().mean(dim=1).tolist()
-        if first == 0:
+    batches, started = WindowBatches(batch_size(checkpoint.model, ids.shape[1], loss=True)), time.perf_counter()
+
+    def measure(these: slice) -> Tensor:
+        progress(these.start, len(ids), f"windows of {windows.source}")
+        part = ids[these]
+        losses = token_losses(model_output(checkpoint, part), part).double().mean(dim=1)
+        if these.start == 0:
             left = (time.perf_counter() - started) * len(ids) / len(part)
             message(f"about {duration(left)} for {checkpoint.name} on {windows.source}: {counted(len(ids), 'window')}")
-    return WindowLosses(windows, tuple(found), _predicted_bytes(tokenizer, ids))
+        return losses.cpu()
+
+    found = torch.cat(batches.map(measure, len(ids)))
+    return WindowLosses(windows, tuple(found.tolist()), _predicted_bytes(tokenizer, ids))
 
 
 def _predicted_bytes(tokenizer: Any, ids: Int[Tensor, "windows n"]) -> int:

@@ -86,6 +86,6 @@ def observe_blocks(dense: DenseStates, *, plans: bool, progress: Step) -> list[W
                     runner.through([layer], dense.at(layer)[place : place + 1], windows[place])
     for place, observer in enumerate(observers):
         states = tuple(dense.at(k)[place : place + 1] for k in range(len(runner) + 1))
-        ((_, final),) = runner.batches(states[-1])
-        observer.finish(windows[place], states, runner.output(final, windows[place]))
+        output = runner.output(runner.on_device(states[-1]), windows[place])
+        observer.finish(windows[place], states, output)
     return observers

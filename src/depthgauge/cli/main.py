@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from depthgauge._format import one_line
 from depthgauge._version import __version__
 from depthgauge.cli import claims, collapse, evaluate, gauge, random, report, reproduce, separate, shrink, sweep
 from depthgauge.cli.output import print_terms
-from depthgauge.errors import DepthgaugeError, InterruptedRunError
+from depthgauge.errors import DepthgaugeError, InterruptedRunError, is_out_of_memory
 from depthgauge.results.glossary import TERMS
 
 app = typer.Typer(
@@ -93,9 +94,10 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("DEPTHGAUGE_DEBUG"):
             raise
-        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):  # torch, which may not be imported, and Python
-            sentence = "memory ran out: use --stream, which loads one block at a time, or --device-map auto"
-            sys.exit(_fail(f"{sentence}; --resume continues what was interrupted ({error})", 2))
+        if is_out_of_memory(error):
+            sentence = "start again with --stream, which keeps one block in memory at a time, or a smaller --window"
+            other = "if another program took the memory, the same command with --resume continues"
+            sys.exit(_fail(f"memory ran out: {sentence}; {other} ({one_line(error, 100)})", 2))
         code = _fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
     sys.exit(code)
 

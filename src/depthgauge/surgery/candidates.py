@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._format import size_text
-from depthgauge._io import write_atomically
+from depthgauge._io import write_tensors
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage
 from depthgauge.surgery.distill import TRAINING, distill, optimizer_device
@@ -199,7 +199,7 @@ class Candidates:
         if path is not None:
             stages = [stage.to_json() for stage in made.stages]
             state = {"stages": stages, "losses": made.losses, "weights": made.weights}
-            write_atomically(path, partial(torch.save, state))
+            write_tensors(path, state)
 
 
 def in_memory(weights: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -23,6 +23,7 @@ from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.model_output import accuracy, model_output, window_losses
+from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
@@ -69,6 +70,8 @@ class Certifier:
         self.outputs: Tensor | None = None
         kinds = torch.tensor([source.kind == calibration.guaranteed_kind for source in calibration.record.sources])
         self._guaranteed = kinds[calibration.certify.source]
+        size = batch_size(dense.model, calibration.record.window, dense.objective == "loss")
+        self._batches = WindowBatches(size if dense.batched else 1)
         found = self.run(dense.model, "dense model, certify windows")
         if dense.objective != "loss":
             self.outputs = found
@@ -80,18 +83,18 @@ class Certifier:
 
         These are the losses of a causal language model, and the outputs of other models.
         """
-        checkpoint, found = replace(self.dense, model=as_dtype(model, self.dense.model.dtype)), []
+        checkpoint = replace(self.dense, model=as_dtype(model, self.dense.model.dtype))
         objective = checkpoint.objective
-        batch = batch_size(checkpoint.model, self.calibration.record.window, objective == "loss")
-        batch = batch if checkpoint.batched else 1
-        for start in range(0, len(self.inputs), batch):
-            self.progress(start, len(self.inputs), label)
-            inputs = self.inputs[start : start + batch]
+
+        def compute(these: slice) -> Tensor:
+            self.progress(these.start, len(self.inputs), label)
+            inputs = self.inputs[these]
             output = model_output(checkpoint, inputs)
             if objective == "loss":
                 output = window_losses(objective, output, inputs, output)
-            found.append(output.cpu() if objective == "loss" else output.float().cpu())
-        return torch.cat(found)
+            return output.cpu() if objective == "loss" else output.float().cpu()
+
+        return torch.cat(self._batches.map(compute, len(self.inputs)))
 
     def losses_of(self, found: Tensor) -> Losses:
         """Return one number per certify window, from the result of `run` or of a fresh process."""

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthgauge._io import write_atomically
+from depthgauge._io import write_tensors
 from depthgauge.checkpoints.load import BY_TARGETS, free_memory
 from depthgauge.surgery.student import Student
 
@@ -72,30 +72,35 @@ def distill(
     batch = windows_per_step(tokens, *states.shape[:2])
     order = _order(len(states), steps * batch, seed)
     first = 0 if saved is None else _load(saved, masters, parameters, optimizer)
+
+    def find_gradients(chosen: Int[Tensor, " chosen"]) -> None:
+        for weight in (*masters, *parameters):  # of the last step, or of a call that failed
+            weight.grad = None
+        for part in torch.split(chosen, runner.batches.size):
+            inputs = fit.inputs[part]
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                with torch.no_grad():
+                    target = runner.output(runner.on_device(fit.final[part]), inputs)
+                made = runner.on_device(states[part])
+                for layer in layers:
+                    made = runner.block(layer, made, inputs)
+                made = runner.output(made, inputs)
+            loss = apart(target, made) * (len(part) / len(chosen))
+            loss.backward()  # type: ignore[no-untyped-call]
+
     with _only(model, parameters), _gradients_to(masters, parameters):
         for step in range(first, steps):
             student.progress(step, steps, label)
             for group in optimizer.param_groups:
                 group["lr"] = rate * _schedule(step, steps)
             chosen = order[step * batch : (step + 1) * batch]
-            for part in torch.split(chosen, runner.batch):
-                inputs = fit.inputs[part]
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    with torch.no_grad():
-                        target = runner.output(fit.final[part].to(device, model.dtype), inputs)
-                    made = states[part].to(device, model.dtype)
-                    for layer in layers:
-                        made = runner.block(layer, made, inputs)
-                    made = runner.output(made, inputs)
-                loss = apart(target, made) * (len(part) / len(chosen))
-                loss.backward()  # type: ignore[no-untyped-call]
+            runner.batches.again(partial(find_gradients, chosen), len(chosen))
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
-            optimizer.zero_grad()
             _copy(masters, parameters)
             if saved is not None and (step + 1) % SAVE_EVERY == 0:
                 state = {"step": step + 1, "masters": masters, "optimizer": optimizer.state_dict()}
-                write_atomically(saved, partial(torch.save, state))
+                write_tensors(saved, state)
 
 
 def windows_per_step(tokens: int, windows: int, window: int) -> int:

@@ -119,10 +119,14 @@ def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "window
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs[:] = args[:1]
 
+    def add(these: slice) -> None:
+        nonlocal found
+        output = runner.block(layer, runner.on_device(states[these]))
+        size = output.flatten(0, 1).float().square().sum(-1, keepdim=True).clamp_min(1e-30)
+        rows = inputs[0].reshape(len(size), -1).float()
+        found = found + ((rows / size).T @ rows).double().cpu()
+
     with module.register_forward_pre_hook(keep):
-        for _, part in runner.batches(states):
-            size = runner.block(layer, part).flatten(0, 1).float().square().sum(-1, keepdim=True).clamp_min(1e-30)
-            rows = inputs[0].reshape(len(size), -1).float()
-            found = found + ((rows / size).T @ rows).double().cpu()
+        runner.batches.map(add, len(states))
     damping = ridge_for(module, states) * found.diagonal().mean().clamp_min(1e-30)
     return found + damping * torch.eye(len(found), dtype=found.dtype)

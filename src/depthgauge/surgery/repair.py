@@ -107,16 +107,19 @@ def refit(
             torch.zeros(rows, sum(widths), dtype=exact, device=weight.device)
             for rows in (sum(widths), states.shape[-1])
         )
-        for start, part in runner.batches(states):
-            output = runner.block(layer, part, None if inputs is None else inputs[start : start + len(part)])
+
+        def add(these: slice) -> None:
+            output = runner.block(layer, runner.on_device(states[these]), None if inputs is None else inputs[these])
             output = runner.part(layer, output)
-            target = runner.part(layer, targets[start : start + len(part)]).to(output.device, exact)
+            target = runner.part(layer, targets[these]).to(output.device, exact)
             rows = [with_bias(module, read[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
-            gram.addmm_(weighted.T, features)
+            gram.addmm_(weighted.T, features)  # these sums take no memory: a batch is added whole or not at all
             cross.addmm_(errors.T, weighted)
+
+        runner.batches.map(add, len(states))
     columns = torch.split(_ridge_solution(gram, cross, ridge), widths, dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 

@@ -79,12 +79,17 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
     trial = target.parent / _hidden_name()
     try:
         trial.mkdir()
-        free = shutil.disk_usage(target.parent).free
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             trial.rmdir()
+    require_room(out, needed)
+
+
+def require_room(out: str | Path, needed: int) -> None:
+    """Raise if the disk of an output has less than `needed` bytes free."""
+    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
     if needed > free:
         raise OutputError(
             f"cannot write {out}: it needs {size_text(needed)}, and {size_text(free)} of the disk are free; free some "

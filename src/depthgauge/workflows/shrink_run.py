@@ -56,6 +56,7 @@ from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
+from depthgauge.surgery.write_model import require_room
 from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.surgery.write_shrunk_gguf import write_shrunk_gguf
 from depthgauge.workflows.evaluate_models import (
@@ -268,6 +269,9 @@ class ShrinkRun:
             made = estimate_shrink(whole, given, settings, found.placement, self.followed, found.stored, makes, tasks)
         except CheckpointError:  # such as a structure that cannot be built with a few blocks; loading says more
             return None
+        # An interrupted run has part of it already, and only one of the sizes within a limit is written.
+        if self.journal.folder is not None and not self.journal.entries and self._limit is None:
+            require_room(str(self.journal.folder).removesuffix(".partial"), made.disk)
         self.message(made.sentence)
         return made
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge._io import write_atomically
+from depthgauge._io import write_tensors
 from depthgauge.errors import (
     InputError,
     require_count,
@@ -282,7 +282,7 @@ class BatchTrainer:
             "first": {} if done else self.adam.first,
             "second": {} if done else self.adam.second,
         }
-        write_atomically(path, lambda temporary: torch.save(state, temporary))
+        write_tensors(path, state)
 
     def resume(self, path: str | Path) -> None:
         """Continue from a file that `save` wrote; raise `InputError` if it belongs to another run."""
