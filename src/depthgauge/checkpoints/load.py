@@ -118,10 +118,11 @@ class Checkpoint:
     @property
     def measured(self) -> Any:
         """The part of the model whose output is measured: with its head where that is, otherwise without it."""
+        if self.objective in OF_HEAD:
+            return self.model
         base = self.model.base_model
         # In a model without a head, such as DINOv3, transformers may give that name to the list of blocks.
-        reads = self.reads in inspect.signature(base.forward).parameters
-        return base if self.objective not in OF_HEAD and reads else self.model
+        return base if self.reads in inspect.signature(base.forward).parameters else self.model
 
     @property
     def reads(self) -> str:
