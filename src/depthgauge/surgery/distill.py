@@ -8,7 +8,7 @@ head.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthgauge._io import write_atomically
-from depthgauge.checkpoints.load import BY_TARGETS
+from depthgauge.checkpoints.load import BY_TARGETS, free_memory
 from depthgauge.surgery.student import Student
 
 RATE = 0.006
@@ -29,6 +29,8 @@ WARMUP = 0.1
 SHARE = 24
 """Each step uses at most one window of this many. For the same number of tokens, small steps reached more than large
 ones: on SmolLM2 (2,048 against 8,192 tokens) and on MiniLM (96 against 288)."""
+TRAINING = 16
+"""Bytes that training takes per weight: a copy in float32, its gradient, and the two moments of AdamW."""
 SAVE_EVERY = 50
 """Steps between two savings."""
 
@@ -62,12 +64,13 @@ def distill(
     apart = _divergence if runner.checkpoint.objective in BY_TARGETS else _distance
     rate = RATE / math.sqrt(states.shape[-1])
     # Small steps vanish in half precision, so AdamW works on float32 copies.
-    masters = [weight.detach().float().clone().requires_grad_() for weight in parameters]
+    home = optimizer_device(parameters) or torch.device("cpu")
+    masters = [weight.detach().to(home, torch.float32, copy=True) for weight in parameters]
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     batch = windows_per_step(tokens, *states.shape[:2])
     order = _order(len(states), steps * batch, seed)
     first = 0 if saved is None else _load(saved, masters, parameters, optimizer)
-    with _only(model, parameters):
+    with _only(model, parameters), _gradients_to(masters, parameters):
         for step in range(first, steps):
             student.progress(step, steps, label)
             for group in optimizer.param_groups:
@@ -84,11 +87,9 @@ def distill(
                     made = runner.output(made, inputs)
                 loss = apart(target, made) * (len(part) / len(chosen))
                 loss.backward()  # type: ignore[no-untyped-call]
-            for weight, master in zip(parameters, masters, strict=True):
-                master.grad = None if weight.grad is None else weight.grad.float()
-                weight.grad = None
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             _copy(masters, parameters)
             if saved is not None and (step + 1) % SAVE_EVERY == 0:
                 state = {"step": step + 1, "masters": masters, "optimizer": optimizer.state_dict()}
@@ -102,6 +103,30 @@ def windows_per_step(tokens: int, windows: int, window: int) -> int:
     (4, 8)
     """
     return max(1, min(tokens // window, windows // SHARE))
+
+
+def optimizer_device(parameters: Sequence[nn.Parameter]) -> torch.device | None:
+    """Return where the copies and moments of AdamW have room: the device of the weights, main memory, or nowhere."""
+    needed, device = TRAINING * sum(weight.numel() for weight in parameters), parameters[0].device
+    places = dict.fromkeys([device, torch.device("cpu")])
+    return next((place for place in places if needed <= free_memory(place)), None)
+
+
+@contextmanager
+def _gradients_to(masters: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Add the gradient of every weight to that of its copy, as soon as it is known."""
+
+    def moved(weight: Tensor, master: Tensor) -> None:
+        assert weight.grad is not None
+        gradient = weight.grad.to(master.device, master.dtype)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        weight.grad = None
+
+    with ExitStack() as hooks:
+        for weight, master in zip(parameters, masters, strict=True):
+            handle = weight.register_post_accumulate_grad_hook(partial(moved, master=master))
+            hooks.callback(handle.remove)
+        yield
 
 
 @contextmanager
