@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -203,7 +204,7 @@ def heavy_imports(src: Path) -> list[str]:
 
 def test_imports_point_to_lower_levels_without_cycles() -> None:
     assert violations(SRC) == []
-    assert len(list(edges(SRC))) > 50  # the imports were found at all
+    assert len(list(islice(edges(SRC), 51))) > 50  # the imports were found at all
 
 
 def test_file_names_are_unique() -> None:

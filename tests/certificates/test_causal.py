@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -102,7 +102,6 @@ def test_the_attack_does_not_exceed_the_bound_and_arb_confirms_it(method: str, e
                 replace(certificate, upper=certificate.upper * 0.95).verify()
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     method=st.sampled_from(METHODS),

@@ -114,7 +114,6 @@ def test_no_sequence_exceeds_the_bound(kind: str) -> None:
                 assert difference(net, small, x) <= bound * SLACK
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(list(KINDS)), st.floats(0.001, 1.0), st.floats(0.01, 5.0))
 def test_no_random_sequence_exceeds_the_bound(seed: int, kind: str, eta: float, size: float) -> None:
     _attacked(seed, kind, eta, size)

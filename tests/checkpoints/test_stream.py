@@ -170,6 +170,7 @@ def test_what_cannot_be_streamed_is_refused(given: dict[str, str], message: str,
         loaded(saved(tmp_path, "llama"), Placement(stream=True, **given))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
     text.write_text(text_of(30_000), encoding="utf-8")

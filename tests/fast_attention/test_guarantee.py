@@ -216,14 +216,12 @@ BASE = Case(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
 @given(CASES)
 @example(BASE)
 def test_no_entry_exceeds_its_bound(case: Case) -> None:
     check(case, "polynomial")
 
 
-@settings(max_examples=60)
 @given(CASES)
 def test_no_entry_exceeds_its_bound_where_the_path_is_chosen(case: Case) -> None:
     check(case, None)

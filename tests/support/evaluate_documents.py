@@ -1,5 +1,6 @@
 """A document of `evaluate`: two models on two tasks and one text."""
 
+from functools import cache
 from typing import Any
 
 from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
@@ -19,6 +20,7 @@ def answers(right: int, items: int, shift: int = 0) -> list[bool]:
     return [(k + shift) % items < right for k in range(items)]
 
 
+@cache
 def evaluation(*names: str) -> EvaluateRecord:
     """Return a record of these models; later models answer fewer items right."""
     names = names or ("./model", "./smaller")

@@ -120,8 +120,8 @@ class Checkpoint:
         """The part of the model whose output is measured: with its head where that is, otherwise without it."""
         base = self.model.base_model
         # In a model without a head, such as DINOv3, transformers may give that name to the list of blocks.
-        reads = self.reads in inspect.signature(base.forward).parameters
-        return base if self.objective not in OF_HEAD and reads else self.model
+        is_base = self.objective not in OF_HEAD and self.reads in inspect.signature(base.forward).parameters
+        return base if is_base else self.model
 
     @property
     def reads(self) -> str:
@@ -293,16 +293,9 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     chosen, objective = loader_of(config, source)
     layers = int(config.get_text_config().num_hidden_layers)
-    if layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
-        raise CheckpointError(
-            f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
-            f"{stored} tensors; correct the number of layers, or download it again"
-        )
     skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
     device = placement.torch_device()
-    keywords: dict[str, Any] = {"config": config}
-    if source.gguf is None:
-        keywords["use_safetensors"] = not source.pickled
+    keywords = {"config": config} | ({"use_safetensors": not source.pickled} if source.gguf is None else {})
     folder: tempfile.TemporaryDirectory[str] | None = None
     if placement.stream:
         _require_streamable(source, config, placement)
@@ -350,8 +343,14 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
     """Return the placement, with streamed weights if they would not fit otherwise, and say so.
 
     Raises:
-        CheckpointError: the weights do not fit, and they cannot be streamed.
+        CheckpointError: the weights do not fit, and they cannot be streamed, or they have too few tensors.
     """
+    layers = int(config.get_text_config().num_hidden_layers)
+    if layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
+        raise CheckpointError(
+            f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
+            f"{stored} tensors; correct the number of layers, or download it again"
+        )
     if placement.stream or placement.device_map is not None:
         return placement
     skeleton = built_model(source.target, config, loader_of(config, source)[0], placement.trust_remote_code)
@@ -361,7 +360,7 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
         streamed, device = replace(placement, stream=True), placement.torch_device()
         with suppress(CheckpointError):
             _require_streamable(source, config, streamed)
-            if streamed_bytes(skeleton, int(config.get_text_config().num_hidden_layers)) <= free_memory(device):
+            if streamed_bytes(skeleton, layers) <= free_memory(device):
                 message(f"the weights do not fit into the free memory of {device}: they are streamed, block by block")
                 return streamed
         raise

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from scipy import stats
+from scipy import special
 from torch import Tensor
 
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS, Interval
@@ -40,7 +40,7 @@ def interval_ends(values: Float[Tensor, "*batch n"]) -> tuple[Float[Tensor, "*ba
     about = values - mean[..., None]
     skewness = about.pow(3).mean(dim=-1) / about.square().mean(dim=-1).pow(1.5)
     skewness = skewness.nan_to_num(nan=0.0)  # 0/0: all values are equal
-    z = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) / math.sqrt(n)
+    z = float(special.stdtrit(n - 1, (1 + LEVEL) / 2)) / math.sqrt(n)
     low = mean - spread * _without_skewness(z, skewness, n).clamp(min=z)
     high = mean - spread * _without_skewness(-z, skewness, n).clamp(max=-z)
     return low, high

@@ -6,13 +6,13 @@ before the final norm, the input of layer 0 included. Their names and the what-i
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.nn.functional as F
 from jaxtyping import Float
-from scipy import stats
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
@@ -105,7 +105,8 @@ class SublayerScores:
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation of two lists; None for a constant list, a NaN, or fewer than 3 entries."""
-    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
+    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1 or any(map(math.isnan, (*x, *y))):
         return None
-    correlation = float(stats.spearmanr(x, y).statistic)
-    return None if math.isnan(correlation) else correlation
+    # Importing scipy.stats takes more time than gauging a tiny model.
+    ranks = [[sum(w < v for w in values) + (values.count(v) + 1) / 2 for v in values] for values in (x, y)]
+    return statistics.correlation(*ranks)

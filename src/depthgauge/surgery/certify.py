@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy import stats
+from scipy import special
 from torch import Tensor
 
 from depthgauge.checkpoints.layers import batch_size
@@ -237,7 +237,7 @@ def windows_needed(share: float = 0.95, confidence: float = 0.95) -> int:
 
 def _binomial_tail(k: int | np.ndarray, m: int, share: float) -> Any:
     """Return P[Binomial(m, share) ≥ k], rounded up."""
-    return np.minimum(1, stats.binom.sf(np.asarray(k) - 1, m, share) * (1 + 1e-12))
+    return np.minimum(1, special.betainc(k, m - k + 1, share) * (1 + 1e-12))
 
 
 def _tail(share: float, confidence: float) -> float:

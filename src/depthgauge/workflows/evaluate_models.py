@@ -17,7 +17,6 @@ from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, l
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.model_class import loader_of
-from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start, measure_start, plan_start
 from depthgauge.checkpoints.task_names import lm_eval
@@ -148,6 +147,9 @@ def evaluation_record(
     work: PreparedEvaluation, found: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
 ) -> EvaluateRecord:
     """Compare what was measured of the models, item by item, with the first of them."""
+    # It imports scipy.stats, which takes about a second; `shrink` without tasks does not need it.
+    from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
+
     confidence, dense = work.settings.confidence, found[0]
     tasks, main = [], []
     for name in work.tasks:
