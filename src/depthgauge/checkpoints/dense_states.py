@@ -4,7 +4,7 @@ States are kept on the GPU, in memory or on disk, whichever has room.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def states_in_memory(state: Tensor) -> int:
 
     They are kept three times: before the block, as one tensor that it reads, and after it.
     """
-    return max(1, int(STATES_SHARE * free_memory(state.device)) // (3 * state.numel() * state.itemsize))
+    return max(1, int(STATES_SHARE * free_memory(state.device)) // max(1, 3 * state.numel() * state.itemsize))
 
 
 @torch.no_grad()
@@ -59,13 +59,15 @@ def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
 class DenseStates:
     """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
 
-    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model.
+    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model, and the
+    processes that divide the windows: `inputs` are those of this process, and `windows` is the number of all.
     """
 
     def __init__(
         self, runner: BlockRunner, inputs: Inputs, *, all_layers: bool = True, progress: Step = silent
     ) -> None:
-        self.runner, self.inputs, self.layers = runner, inputs, len(runner)
+        self.runner, self.layers, self.windows = runner, len(runner), len(inputs)
+        self.inputs = inputs = runner.ranks.part(inputs)
         first = runner.embed(inputs)
         self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
         self._room = self._memory(first, len(self._kept), runner.device)
@@ -80,6 +82,11 @@ class DenseStates:
     def at(self, layer: int) -> Float[Tensor, "windows n d"]:
         """Return X_ℓ."""
         return self._room[self._kept.index(layer)]
+
+    def mean(self, score: Callable[[Tensor, Tensor], float], before: int, after: int) -> float:
+        """Return the mean over all windows of a score of the states at two depths."""
+        own = score(self.at(before), self.at(after)) * len(self.inputs)
+        return sum(self.runner.ranks.exchanged(own)) / self.windows
 
     @property
     def final(self) -> Float[Tensor, "windows n d"]:
@@ -102,7 +109,8 @@ class DenseStates:
 class Objective:
     """The objective on fixed windows, one number per window; smaller is better. See `window_losses`.
 
-    `dense` has X_L, the states of the dense model after its last block.
+    `inputs` are the windows of this process, and `dense` has X_L, the states of the dense model after its last block.
+    The result has the numbers of all processes.
     """
 
     def __init__(self, runner: BlockRunner, inputs: Inputs, dense: Float[Tensor, "windows n d"]) -> None:
@@ -124,8 +132,9 @@ class Objective:
             reference = self._reference(dense, inputs[these])
             parts = (states[these].to(dense.device, dense.dtype) for states in several)
             outputs = (self.runner.output(part, inputs[these]) for part in parts)
-            found.append(torch.stack([self._measure(output, inputs[these], reference) for output in outputs]))
-        return torch.cat(found, dim=1)
+            rows = [self._measure(output, inputs[these], reference) for output in outputs]
+            found.append(torch.stack(rows, dim=1))
+        return self.runner.ranks.in_order(torch.cat(found) if found else torch.empty(0, len(several))).T
 
     @torch.no_grad()
     def of_model(self, model: Any) -> float:
@@ -136,7 +145,7 @@ class Objective:
             inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, checkpoint.model.dtype)
             output = model_output(checkpoint, inputs)
             found.append(self._measure(output, inputs, self._reference(dense, inputs)))
-        return float(torch.cat(found).mean())
+        return float(self.runner.ranks.in_order(torch.cat(found)).mean())
 
     def _reference(self, dense: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the output of the dense model, or None if the objective does not compare outputs with it."""

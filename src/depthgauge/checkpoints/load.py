@@ -422,7 +422,10 @@ def check_memory(source: Source, placement: Placement, described: int = 0) -> No
 
 
 def free_memory(device: torch.device | None = None) -> int:
-    """Return the free memory of a GPU, or else that of the system, limited by the control group, in bytes."""
+    """Return the free memory of a GPU, or else that of the system, limited by the control group, in bytes.
+
+    Processes that torchrun has started on the same machine have equal shares of the memory of the system.
+    """
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -434,8 +437,9 @@ def free_memory(device: torch.device | None = None) -> int:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
     except OSError:
-        return pages
-    return pages if limit == "max" else min(pages, max(0, int(limit) - used))
+        limit, used = "max", 0
+    free = pages if limit == "max" else min(pages, max(0, int(limit) - used))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def context_length(config: Any) -> int | None:

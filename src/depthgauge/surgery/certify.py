@@ -19,6 +19,7 @@ from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
+from depthgauge._ranks import ALONE, Ranks
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.mean_interval import mean_interval
@@ -59,12 +60,20 @@ class Certifier:
     - `losses`: the dense model's losses; 0 where outputs are compared with its own
     - `outputs`: the dense model's outputs; None for a causal language model, whose logits are too large to keep
     - `confidence`: the probability that a guarantee is true
+    - `ranks`: the processes that divide the windows, all of which must call `run`
     """
 
     def __init__(
-        self, dense: Checkpoint, calibration: Calibration, confidence: float, *, progress: Step = silent
+        self,
+        dense: Checkpoint,
+        calibration: Calibration,
+        confidence: float,
+        *,
+        progress: Step = silent,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.dense, self.calibration, self.confidence, self.progress = dense, calibration, confidence, progress
+        self.ranks = ranks
         self.inputs = calibration.certify.inputs
         self.outputs: Tensor | None = None
         kinds = torch.tensor([source.kind == calibration.guaranteed_kind for source in calibration.record.sources])
@@ -84,14 +93,15 @@ class Certifier:
         objective = checkpoint.objective
         batch = batch_size(checkpoint.model, self.calibration.record.window, objective == "loss")
         batch = batch if checkpoint.batched else 1
-        for start in range(0, len(self.inputs), batch):
-            self.progress(start, len(self.inputs), label)
-            inputs = self.inputs[start : start + batch]
+        own = self.ranks.part(self.inputs)
+        for start in range(0, len(own), batch):
+            self.progress(start, len(own), label)
+            inputs = own[start : start + batch]
             output = model_output(checkpoint, inputs)
             if objective == "loss":
                 output = window_losses(objective, output, inputs, output)
             found.append(output.cpu() if objective == "loss" else output.float().cpu())
-        return torch.cat(found)
+        return self.ranks.in_order(torch.cat(found))
 
     def losses_of(self, found: Tensor) -> Losses:
         """Return one number per certify window, from the result of `run` or of a fresh process."""

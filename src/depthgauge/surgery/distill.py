@@ -7,10 +7,11 @@ head.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -64,16 +65,18 @@ def distill(
     # Small steps vanish in half precision, so AdamW works on float32 copies.
     masters = [weight.detach().float().clone().requires_grad_() for weight in parameters]
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    batch = windows_per_step(tokens, *states.shape[:2])
-    order = _order(len(states), steps * batch, seed)
-    first = 0 if saved is None else _load(saved, masters, parameters, optimizer)
+    ranks = runner.ranks
+    batch = windows_per_step(tokens, fit.windows, states.shape[1])
+    order = _order(fit.windows, steps * batch, seed)
+    first = _load(student.journal.loaded(saved), masters, parameters, optimizer)
     with _only(model, parameters):
         for step in range(first, steps):
             student.progress(step, steps, label)
             for group in optimizer.param_groups:
                 group["lr"] = rate * _schedule(step, steps)
             chosen = order[step * batch : (step + 1) * batch]
-            for part in torch.split(chosen, runner.batch):
+            own = chosen[chosen % ranks.count == ranks.index] // ranks.count
+            for part in torch.split(own, runner.batch) if len(own) else ():
                 inputs = fit.inputs[part]
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     with torch.no_grad():
@@ -84,9 +87,10 @@ def distill(
                     made = runner.output(made, inputs)
                 loss = apart(target, made) * (len(part) / len(chosen))
                 loss.backward()  # type: ignore[no-untyped-call]
-            for weight, master in zip(parameters, masters, strict=True):
-                master.grad = None if weight.grad is None else weight.grad.float()
-                weight.grad = None
+            pairs = zip(parameters, masters, strict=True)
+            slopes = [torch.zeros_like(master) if one.grad is None else one.grad.float() for one, master in pairs]
+            for weight, master, slope in zip(parameters, masters, ranks.sums(slopes), strict=True):
+                master.grad, weight.grad = slope, None
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
             _copy(masters, parameters)
@@ -130,12 +134,14 @@ def _copy(masters: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None
 
 @torch.no_grad()
 def _load(
-    saved: Path, masters: Sequence[Tensor], parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+    state: Mapping[str, Any] | None,
+    masters: Sequence[Tensor],
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Continue from a file, if it exists, and return the next step."""
-    if not saved.is_file():
+    """Continue from a saved state, if there is one, and return the next step."""
+    if state is None:
         return 0
-    state = torch.load(saved, map_location=masters[0].device, weights_only=True)
     for master, value in zip(masters, state["masters"], strict=True):
         master.copy_(value)
     _copy(masters, parameters)

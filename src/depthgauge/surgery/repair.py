@@ -56,15 +56,16 @@ def refit_block(
     family = runner.checkpoint.families[layer]
     assert family is not None
     maps = output_maps(runner.blocks[layer], family)
-    ridge = ridge_for(maps[-1], runner.part(layer, states))
+    ridge = ridge_for(runner, maps[-1], runner.part(layer, states))
     for first in range(1 if family.order == "parallel" else len(maps)):
         for parameter, delta in refit(runner, layer, maps[first:], states, targets, ridge, inputs):
             parameter.copy_(parameter.double() + delta.to(parameter.device))
 
 
-def ridge_for(module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
-    """Return λ for a map and as many tokens as `states` has."""
-    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (states.shape[0] * states.shape[1]))
+def ridge_for(runner: BlockRunner, module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
+    """Return λ for a map and as many tokens as the `states` of all processes have."""
+    windows = sum(runner.ranks.exchanged(len(states)))
+    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (windows * states.shape[1]))
 
 
 def refit(
@@ -111,6 +112,7 @@ def refit(
             errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
             gram, cross = gram + (weighted.T @ features).double(), cross + (errors.T @ weighted).double()
+    gram, cross = runner.ranks.sum(gram), runner.ranks.sum(cross)
     columns = torch.split(_ridge_solution(gram, cross, ridge), [shape_of(module)[0] for module in maps], dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 
