@@ -95,7 +95,7 @@ class Launch:
                 time.sleep(0.1)
             return bool(store.add("told", 1) > 1)
         except RuntimeError:  # torchrun itself has ended
-            return False
+            return self.ranks.index > 0
 
     def end(self, code: int | None) -> NoReturn:
         """Exit with a code; if all went well, after all processes have come here."""
