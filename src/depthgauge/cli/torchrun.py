@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, NoReturn
 
 import typer
@@ -35,7 +36,8 @@ class Launch:
 
     def __init__(self) -> None:
         self.ranks = ALONE
-        self._stderr, self._store, self._lock = sys.stderr, None, threading.Lock()
+        self._stderr, self._lock = sys.stderr, threading.Lock()
+        self._store: Any = None
         self._signals, self._finished = -1, False
 
     def join(self) -> None:
@@ -51,10 +53,10 @@ class Launch:
         if self.ranks.index:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
         import torch
-        import torch.distributed as dist
 
+        dist: Any = import_module("torch.distributed")
         store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))
-        own: Any = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), None, False)
+        own = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), None, False)
         self._store = dist.PrefixStore(f"depthgauge/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", own)
         self._signals, written = os.pipe()
         os.set_blocking(written, False)
@@ -86,7 +88,7 @@ class Launch:
 
     def _is_told(self) -> bool:
         """Return whether another process has printed an error; otherwise, this one will."""
-        store: Any = self._store
+        store = self._store
         if store is None:
             return False
         try:
@@ -98,16 +100,17 @@ class Launch:
             return self.ranks.index > 0
 
     def end(self, code: int | None) -> NoReturn:
-        """Exit with a code; if all went well, after all processes have come here."""
+        """Exit with a code."""
         if self.ranks.count > 1:
-            sys.stdout.flush()
             self._finished = True
-            # Without an orderly end: it would wait for the processes that have ended.
-            os._exit(code or 0)
+            if code:
+                sys.stdout.flush()
+                os._exit(code)  # an orderly end could wait for the others
+            import_module("torch.distributed").destroy_process_group()
         sys.exit(code)
 
     def _watch(self) -> None:
-        store: Any = self._store
+        store = self._store
         heard: dict[str, tuple[bytes, float]] = {}
         names, beats = [f"alive {index}" for index in range(self.ranks.count)], 0
         while not select.select([self._signals], [], [], BEAT)[0]:
