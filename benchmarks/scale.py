@@ -3,12 +3,18 @@
     python benchmarks/scale.py --work /scratch --out scale.json [--rows resident,gauge] [--shape 7b]
 
 The models have random weights and the shapes of published ones, so these rows show time and memory, not quality. The
-checkpoint is made once in `--work`. Every row is a command in a process of its own, as a user types it; its peak of GPU
-memory is what torch reserved, its peak of RAM what the process held apart from files that it mapped.
+checkpoint is made once in `--work`. Every row is a command in a process of its own, as a user types it. Its peak of GPU
+memory is what all processes took from the device while it ran, its peak of RAM what the process held apart from files
+that it mapped. Each row has the estimate that the command made before it began.
+
+`--shape 70b` writes four blocks, and `--rows step` measures one removal step on them. The estimate of the same step on
+all 80 blocks is printed too: its directory has the configuration of the whole model, and links to the files of the four
+blocks.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -29,10 +35,19 @@ SHAPES = {
     "70b": {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
             "num_key_value_heads": 8, "vocab_size": 32000},
 }  # fmt: skip
+WRITTEN = {"70b": 4}
+"""Blocks that are written of models that do not fit on the disk."""
 TEXT = ("--force", "--text", "TEXT", "--out", "OUT")
 QUICK = ("shrink", "MODEL", "--remove", "25%", "--effort", "quick", *TEXT)
-ROWS = {"resident": QUICK, "stream": (*QUICK, "--stream"), "gauge": ("gauge", "MODEL", *TEXT)}
-LIMITS = {"stream": 24 * 10**9}
+STEP = ("shrink", "MODEL", "--remove", "1", "--effort", "quick", "--stream", *TEXT)
+ROWS = {
+    "resident": QUICK,
+    "limited": QUICK,
+    "stream": (*QUICK, "--stream"),
+    "gauge": ("gauge", "MODEL", *TEXT),
+    "step": STEP,
+}
+LIMITS = {"limited": lambda weights: 1.3 * weights, "stream": lambda _: 24e9, "step": lambda _: 40e9}
 """Rows in which only so many bytes of GPU memory are left to the command; the rest is taken before it starts."""
 WATCHED = """
 import json, sys, threading, time, torch
@@ -42,15 +57,18 @@ def anonymous():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
     return int(lines["RssAnon"].split()[0]) * 1024
 
+def free():
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
 def watch():
     while True:
-        peak[0] = max(peak[0], anonymous())
-        time.sleep(0.1)
+        peak[:] = max(peak[0], anonymous()), min(peak[1], free())
+        time.sleep(0.05)
 
-limit, taken, peak = int(sys.argv[1]), 0, [0]
-if limit and torch.cuda.is_available():
-    taken = max(0, torch.cuda.mem_get_info()[0] - limit)
-    rest = torch.empty(taken, dtype=torch.uint8, device="cuda")
+limit = int(sys.argv[1])
+if limit and free() > limit:
+    rest = torch.empty(free() - limit, dtype=torch.uint8, device="cuda")
+most, peak = free(), [0, free()]
 threading.Thread(target=watch, daemon=True).start()
 began = time.perf_counter()
 try:
@@ -58,15 +76,15 @@ try:
     code = main()
 except SystemExit as ended:
     code = ended.code
-found = {"code": code or 0, "seconds": time.perf_counter() - began, "ram": peak[0]}
-found["gpu"] = torch.cuda.max_memory_reserved() - taken if torch.cuda.is_available() else 0
+found = {"code": code or 0, "seconds": time.perf_counter() - began, "ram": peak[0], "gpu": most - peak[1]}
 open("SEEN", "w").write(json.dumps(found))
 """
 
 
 def make_model(shape: str, folder: Path, device: str) -> None:
     """Write a checkpoint with random weights in bfloat16, and a tokenizer of bytes."""
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
+    fewer = {"num_hidden_layers": WRITTEN.get(shape, SHAPES[shape]["num_hidden_layers"])}
+    config = LlamaConfig(**(SHAPES[shape] | fewer), max_position_embeddings=4096, dtype="bfloat16")
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.to_empty(device=device)
@@ -75,6 +93,8 @@ def make_model(shape: str, folder: Path, device: str) -> None:
     for name, buffer in LlamaForCausalLM(LlamaConfig(**(SHAPES[shape] | {"num_hidden_layers": 0}))).named_buffers():
         model.get_buffer(name).copy_(buffer)
     model.save_pretrained(folder, max_shard_size="2GB")
+    del model
+    torch.cuda.empty_cache()
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={one: k for k, one in enumerate(bytes_)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,19 +102,45 @@ def make_model(shape: str, folder: Path, device: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def measure(row: str, model: Path, text: Path, work: Path) -> dict[str, Any]:
-    """Run one row; return its seconds, peaks of memory and exit code."""
-    out, seen = work / f"{row}.out", work / "seen.json"
+def whole_model(shape: str, written: Path) -> Path:
+    """Return a directory of the whole model for estimates: its configuration, and links to the written blocks."""
+    folder = written.with_name(f"{written.name}-whole")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for path in written.iterdir():
+        if not path.name.startswith("model"):
+            shutil.copy(path, folder)
+    config = json.loads((written / "config.json").read_text("utf-8"))
+    layers = config["num_hidden_layers"] = SHAPES[shape]["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    for copy in range(layers // WRITTEN[shape]):
+        for path in written.glob("model*.safetensors"):
+            (folder / f"{path.stem}-{copy}.safetensors").symlink_to(path.resolve())
+    return folder
+
+
+def command_of(row: str, model: Path, text: Path, out: Path) -> list[str]:
+    """Return the words of a command."""
     places = {"MODEL": model, "TEXT": text, "OUT": out.with_suffix(".json") if row == "gauge" else out}
-    command = [str(places.get(part, part)) for part in ROWS[row]]
+    return [str(places.get(part, part)) for part in ROWS[row]]
+
+
+def measure(row: str, model: Path, text: Path, work: Path, weights: int) -> dict[str, Any]:
+    """Run one row; return its seconds, peaks of memory, estimate and durations."""
+    out, seen = work / f"{row}.out", work / "seen.json"
+    limit = int(LIMITS.get(row, lambda _: 0)(weights))
     began = time.perf_counter()
     program = WATCHED.replace("SEEN", str(seen))
-    code = subprocess.run([sys.executable, "-c", program, str(LIMITS.get(row, 0)), *command]).returncode
+    command = [sys.executable, "-c", program, str(limit), *command_of(row, model, text, out)]
+    code = subprocess.run(command).returncode
     found = json.loads(seen.read_text("utf-8")) if seen.exists() else {"code": code}
     seen.unlink(missing_ok=True)
     if code or found["code"]:
         raise RuntimeError(f"{row} ended with exit code {code or found['code']}")
-    return found | {"row": row, "whole": time.perf_counter() - began}
+    record = json.loads((out / "depthgauge.json" if out.is_dir() else out.with_suffix(".json")).read_text("utf-8"))
+    known = {name: record.get(name) for name in ("estimate", "durations", "notes", "stages")}
+    shutil.rmtree(out, ignore_errors=True)
+    return found | known | {"row": row, "whole": time.perf_counter() - began}
 
 
 def main() -> int:
@@ -113,14 +159,17 @@ def main() -> int:
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     found = []
     for row in options.rows.split(","):
-        one = measure(row, model, options.text, options.work) | {"shape": options.shape, "weights": weights}
+        one = measure(row, model, options.text, options.work, weights) | {"shape": options.shape, "weights": weights}
         found.append(one)
-        share = one["gpu"] / weights
+        share, expected = one["gpu"] / weights, sum((one["estimate"] or {"parts": {}})["parts"].values())
         print(
-            f"{row}: {one['whole']:.0f} s, GPU {one['gpu'] / 1e9:.1f} GB ({share:.2f} of the weights), "
-            f"RAM {one['ram'] / 1e9:.1f} GB",
+            f"{row}: {one['whole']:.0f} s (estimate {expected:.0f} s), GPU {one['gpu'] / 1e9:.1f} GB "
+            f"({share:.2f} of the weights), RAM {one['ram'] / 1e9:.1f} GB",
             flush=True,
         )
+        if options.shape in WRITTEN:
+            command = command_of(row, whole_model(options.shape, model), options.text, options.work / "none")
+            subprocess.run([sys.executable, "-m", "depthgauge", *command, "--estimate"], check=True)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

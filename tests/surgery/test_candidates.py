@@ -13,6 +13,7 @@ from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import wrap
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import candidates as module
+from depthgauge.surgery import distill as training
 from depthgauge.surgery.candidates import Candidates, difference
 from depthgauge.surgery.shrinker import GREEDY, PEERS, Shrinker
 from depthgauge.surgery.shrunk_model import make_model
@@ -65,7 +66,7 @@ def test_the_repair_helps_where_it_can() -> None:
 
 
 def test_weights_are_not_trained_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(training, "free_memory", lambda device: 1000)
     with shrinker_of(tiny_model("llama", layers=4)) as shrinker:
         candidates = Candidates(shrinker, 0)
         assert [stage.name for stage in candidates.repair((2,)).stages] == ["least squares"]

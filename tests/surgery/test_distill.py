@@ -113,3 +113,14 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path, monk
     resumed = run(tmp_path / "heal.pt", lambda done, total, label: seen.append(done))
     assert seen == [4, 5]
     assert all(torch.equal(left, right) for left, right in zip(direct, resumed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("free", "place"), [({"meta": 999, "cpu": 0}, "meta"), ({"meta": 0, "cpu": 999}, "cpu"), ({}, None)]
+)
+def test_the_moments_are_kept_where_there_is_room(
+    free: dict[str, int], place: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "free_memory", lambda device: free.get(device.type, 0))
+    found = training.optimizer_device([nn.Parameter(torch.empty(3, 7, device="meta"))])
+    assert found == (None if place is None else torch.device(place))

@@ -18,7 +18,7 @@ from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.hooks import hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.load import Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.samples import Inputs
 
@@ -28,6 +28,8 @@ NOT_SEEN = "its blocks are not called as modules"
 """Why a model such as SqueezeBERT, which calls the `forward` of its blocks, is not supported."""
 _LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Largest size of the logits of one batch, by type of device."""
+_OF_FREE = 16
+"""The logits of one batch take at most one part of so many of the free memory: several tensors of their size exist."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -194,7 +196,8 @@ def batch_size(model: Any, window: int, loss: bool) -> int:
     """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
     config = model.config.get_text_config()
     wide = max(config.vocab_size if loss else 1, 8 * config.hidden_size)
-    return max(1, _LOGIT_BYTES.get(model.device.type, 2**28) // (4 * window * int(wide)))
+    most = min(_LOGIT_BYTES.get(model.device.type, 2**28), free_memory(model.device) // _OF_FREE)
+    return max(1, most // (4 * window * int(wide)))
 
 
 def unusual_states(states: Sequence[Tensor], inputs: Inputs) -> str | None:

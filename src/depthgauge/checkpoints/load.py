@@ -412,8 +412,7 @@ def check_memory(source: Source, placement: Placement, described: int = 0) -> No
     parameters, stored = count_parameters(source)
     chosen, parameters = placement.torch_dtype(), max(parameters, described)
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
-    device = placement.torch_device()
-    free = free_memory(device)
+    free = free_memory(device := placement.torch_device())
     if needed > free:
         raise CheckpointError(
             f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
@@ -427,7 +426,8 @@ def free_memory(device: torch.device | None = None) -> int:
     Processes that torchrun has started on the same machine have equal shares of the memory of the system.
     """
     if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if meminfo.is_file():

@@ -80,6 +80,8 @@ def main() -> None:
 
     Errors are one sentence. Of the processes that torchrun starts, one prints.
     """
+    # Caches of keys and values grow by one token at a time; without this, torch keeps many times their memory.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     launch = Launch()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show

@@ -5,7 +5,7 @@ which differences are large enough to count: a repair is kept only if its gain i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,18 +15,15 @@ from torch import Tensor, nn
 
 from depthgauge._format import size_text
 from depthgauge._io import write_atomically
-from depthgauge.checkpoints.load import free_memory
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage
-from depthgauge.surgery.distill import distill
+from depthgauge.surgery.distill import TRAINING, distill, optimizer_device
 from depthgauge.surgery.repair import is_linear, output_maps, refit_block
 from depthgauge.surgery.shrinker import Removed, Shrinker
 
 HEADLESS = 4
 """How many times as many steps a model without a head is trained: it costs a fraction per token. On MiniLM, more steps
 lowered the distance on other windows."""
-TRAINING = 16
-"""Bytes that training takes per weight: a copy in float32, its gradient, and the two moments of AdamW."""
 Losses = Float[Tensor, " select"]
 """One number per selection window."""
 
@@ -148,7 +145,7 @@ class Candidates:
             )
         stages = []
         for name, run in trials.items():
-            before = [weight.detach().clone() for weight in weights]
+            before = in_memory(weights)
             run()
             after = shrinker.losses()
             gain, error = difference(losses, after)
@@ -162,16 +159,16 @@ class Candidates:
                 losses = after
             else:
                 put_weights(weights, before)
-        return Repaired(tuple(stages), losses, [weight.detach().clone() for weight in weights])
+        return Repaired(tuple(stages), losses, in_memory(weights))
 
     def _has_room(self, weights: list[nn.Parameter]) -> bool:
         """Return whether weights can be trained: all of the model must be in memory, with `TRAINING` bytes for each."""
         if self.shrinker.checkpoint.stream is not None:
             return False
-        needed, device = TRAINING * sum(weight.numel() for weight in weights), self.shrinker.runner.device
-        if needed <= min(self.shrinker.runner.ranks.exchanged(free_memory(device))):
+        if all(self.shrinker.runner.ranks.exchanged(optimizer_device(weights) is not None)):
             return True
-        self.notes = (f"the repair did not train weights: this needs {size_text(needed)} more memory on {device}",)
+        needed = TRAINING * sum(weight.numel() for weight in weights)
+        self.notes = (f"the repair did not train weights: this needs {size_text(needed)} of memory",)
         return False
 
     def _refit(self, place: int) -> None:
@@ -202,8 +199,13 @@ class Candidates:
             write_atomically(path, partial(torch.save, state))
 
 
+def in_memory(weights: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return copies of weights in main memory."""
+    return [weight.detach().to("cpu", copy=True) for weight in weights]
+
+
 @torch.no_grad()
-def put_weights(weights: list[nn.Parameter], values: list[Tensor]) -> None:
+def put_weights(weights: Sequence[nn.Parameter], values: list[Tensor]) -> None:
     """Set weights to values."""
     for weight, value in zip(weights, values, strict=True):
         weight.copy_(value)

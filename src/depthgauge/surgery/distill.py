@@ -8,7 +8,7 @@ head.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthgauge._io import write_atomically
-from depthgauge.checkpoints.load import BY_TARGETS
+from depthgauge.checkpoints.load import BY_TARGETS, free_memory
 from depthgauge.surgery.student import Student
 
 RATE = 0.006
@@ -30,6 +30,8 @@ WARMUP = 0.1
 SHARE = 24
 """Each step uses at most one window of this many. For the same number of tokens, small steps reached more than large
 ones: on SmolLM2 (2,048 against 8,192 tokens) and on MiniLM (96 against 288)."""
+TRAINING = 16
+"""Bytes that training takes per weight: a copy in float32, its gradient, and the two moments of AdamW."""
 SAVE_EVERY = 50
 """Steps between two savings."""
 
@@ -63,13 +65,15 @@ def distill(
     apart = _divergence if runner.checkpoint.objective in BY_TARGETS else _distance
     rate = RATE / math.sqrt(states.shape[-1])
     # Small steps vanish in half precision, so AdamW works on float32 copies.
-    masters = [weight.detach().float().clone().requires_grad_() for weight in parameters]
+    ranks, home = runner.ranks, optimizer_device(parameters) or torch.device("cpu")
+    if "cpu" in ranks.exchanged(home.type):  # the gradients of all processes are added on one kind of device
+        home = torch.device("cpu")
+    masters = [weight.detach().to(home, torch.float32, copy=True) for weight in parameters]
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    ranks = runner.ranks
     batch = windows_per_step(tokens, fit.windows, states.shape[1])
     order = _order(fit.windows, steps * batch, seed)
     first = _load(student.journal.loaded(saved), masters, parameters, optimizer)
-    with _only(model, parameters):
+    with _only(model, parameters), _gradients_to(masters, parameters):
         for step in range(first, steps):
             student.progress(step, steps, label)
             for group in optimizer.param_groups:
@@ -87,12 +91,13 @@ def distill(
                     made = runner.output(made, inputs)
                 loss = apart(target, made) * (len(part) / len(chosen))
                 loss.backward()  # type: ignore[no-untyped-call]
-            pairs = zip(parameters, masters, strict=True)
-            slopes = [torch.zeros_like(master) if one.grad is None else one.grad.float() for one, master in pairs]
-            for weight, master, slope in zip(parameters, masters, ranks.sums(slopes), strict=True):
-                master.grad, weight.grad = slope, None
+            if ranks.count > 1:
+                slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in masters]
+                for master, slope in zip(masters, ranks.sums(slopes), strict=True):
+                    master.grad = slope
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             _copy(masters, parameters)
             if saved is not None and (step + 1) % SAVE_EVERY == 0:
                 state = {"step": step + 1, "masters": masters, "optimizer": optimizer.state_dict()}
@@ -106,6 +111,30 @@ def windows_per_step(tokens: int, windows: int, window: int) -> int:
     (4, 8)
     """
     return max(1, min(tokens // window, windows // SHARE))
+
+
+def optimizer_device(parameters: Sequence[nn.Parameter]) -> torch.device | None:
+    """Return where the copies and moments of AdamW have room: the device of the weights, main memory, or nowhere."""
+    needed, device = TRAINING * sum(weight.numel() for weight in parameters), parameters[0].device
+    places = dict.fromkeys([device, torch.device("cpu")])
+    return next((place for place in places if needed <= free_memory(place)), None)
+
+
+@contextmanager
+def _gradients_to(masters: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Add the gradient of every weight to that of its copy, as soon as it is known."""
+
+    def moved(weight: Tensor, master: Tensor) -> None:
+        assert weight.grad is not None
+        gradient = weight.grad.to(master.device, master.dtype)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        weight.grad = None
+
+    with ExitStack() as hooks:
+        for weight, master in zip(parameters, masters, strict=True):
+            handle = weight.register_post_accumulate_grad_hook(partial(moved, master=master))
+            hooks.callback(handle.remove)
+        yield
 
 
 @contextmanager

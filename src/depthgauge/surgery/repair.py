@@ -90,7 +90,7 @@ def refit(
         ridge: λ, relative to the mean square of the features.
         inputs: the windows of the states, which the blocks of an encoder–decoder model need.
     """
-    gram = cross = torch.zeros((), dtype=torch.float64)
+    widths = [shape_of(module)[0] for module in maps]
     family = runner.checkpoint.families[layer]
     multiplier = 1.0 if family is None else family.multiplier
     read: dict[nn.Module, Tensor] = {}
@@ -101,19 +101,25 @@ def refit(
     with torch.no_grad(), runner.resident(layer), ExitStack() as hooks:
         for module in maps:
             hooks.enter_context(module.register_forward_pre_hook(keep))
+        weight = next(maps[-1].parameters())
+        # The penalty is far above the rounding of float32, and these are the largest matrices of a repair.
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        gram, cross = (
+            torch.zeros(rows, sum(widths), dtype=exact, device=weight.device)
+            for rows in (sum(widths), states.shape[-1])
+        )
         for start, part in runner.batches(states):
             output = runner.block(layer, part, None if inputs is None else inputs[start : start + len(part)])
             output = runner.part(layer, output)
-            # The products of a batch in float32 take half the time; the penalty is far above their rounding.
-            exact = torch.promote_types(output.dtype, torch.float32)
             target = runner.part(layer, targets[start : start + len(part)]).to(output.device, exact)
             rows = [with_bias(module, read[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
-            gram, cross = gram + (weighted.T @ features).double(), cross + (errors.T @ weighted).double()
+            gram += weighted.T @ features
+            cross += errors.T @ weighted
     gram, cross = runner.ranks.sum(gram), runner.ranks.sum(cross)
-    columns = torch.split(_ridge_solution(gram, cross, ridge), [shape_of(module)[0] for module in maps], dim=1)
+    columns = torch.split(_ridge_solution(gram, cross, ridge), widths, dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 
 
@@ -122,13 +128,13 @@ def _ridge_solution(gram: Float[Tensor, "p p"], cross: Float[Tensor, "d p"], rid
 
     G = Σ_t w_t u_t u_tᵀ is `gram`, and C = Σ_t w_t e_t u_tᵀ is `cross`, with the errors e_t of the present weights.
     The penalty is relative to the size of each feature, so that it does not depend on their units; the mean keeps
-    features that never occur from being divided by 0.
+    features that never occur from being divided by 0. `gram` is changed: it is the largest matrix of a repair.
     """
     diagonal = gram.diagonal()
     if not bool(diagonal.any()):
         return torch.zeros_like(cross)
-    factor = torch.linalg.cholesky(gram + torch.diag(ridge * (diagonal + diagonal.mean())))
-    return torch.cholesky_solve(cross.T, factor).T
+    diagonal += ridge * (diagonal + diagonal.mean())
+    return torch.cholesky_solve(cross.T, torch.linalg.cholesky(gram)).T
 
 
 def with_bias(module: Any, inputs: Tensor) -> Tensor:

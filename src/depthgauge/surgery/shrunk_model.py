@@ -10,7 +10,7 @@ import torch
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import CandidateRecord, HealRecord, RepairStage, TestedSize
-from depthgauge.surgery.candidates import Candidates, Losses, difference, put_weights
+from depthgauge.surgery.candidates import Candidates, Losses, difference, in_memory, put_weights
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.distill import distill
 from depthgauge.surgery.extract import cast
@@ -124,7 +124,7 @@ def _heal(shrinker: Shrinker, removed: Removed, before: Losses, settings: Shrink
     rounds = [ROUND] * MOST_ROUNDS if settings.heal == "auto" else [int(settings.heal or 0)]
     losses, done = before, 0
     for number, steps in enumerate(rounds):
-        before_round = [weight.detach().clone() for weight in weights]
+        before_round = in_memory(weights)
         saved = shrinker.journal.file("heal", (*removed, number))
         distill(
             shrinker, 0, weights, steps=steps, tokens=HEAL_TOKENS, seed=settings.seed + number, saved=saved,

@@ -128,22 +128,25 @@ class Student:
         return next((other for other in self.kept if other > layer), len(self.runner))
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give weights that are about to change their own memory, so that `restore` can put the original ones back."""
+        """Give weights that are about to change their own memory, so that `restore` can put the original ones back.
+
+        The original ones of a model on a GPU are kept in main memory.
+        """
         stream = self.checkpoint.stream
         for parameter in parameters:
             if parameter not in self._originals:
-                self._originals[parameter] = parameter.data
+                self._originals[parameter] = parameter.data.cpu()
                 parameter.data = parameter.data.clone() if stream is None else stream.original(parameter)
 
     def changed(self, layer: int) -> list[str]:
         """Return the names of the weights of a block that differ from the original ones."""
         weights, known = self.runner.blocks[layer].named_parameters(), self._originals
-        return [name for name, weight in weights if weight in known and not torch.equal(weight, known[weight])]
+        return [name for name, weight in weights if weight in known and not torch.equal(weight.cpu(), known[weight])]
 
     def restore(self) -> None:
         """Put the original weights back. A model that was made before keeps the changed ones."""
         for parameter, value in self._originals.items():
-            parameter.data = value
+            parameter.data = value.to(parameter.device)
         self._originals.clear()
 
     @property

@@ -14,7 +14,7 @@ import torch
 from depthgauge._format import contiguous, counted, number, ranges
 from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.input_kinds import TEXT
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.load import HEADROOM, Checkpoint, free_memory, parameter_count
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
@@ -63,7 +63,10 @@ def write_shrunk(
     """
     source, durations = checkpoint.source, durations or Durations()
     is_streamed = checkpoint.stream is not None
-    device = "auto" if record.plan.settings.device_map or is_streamed else str(checkpoint.device)
+    torch.cuda.empty_cache()  # for the other process
+    room = free_memory(checkpoint.device)
+    fits = not is_streamed and HEADROOM * parameter_count(model) * model.dtype.itemsize <= room
+    device = str(checkpoint.device) if fits and not record.plan.settings.device_map else "auto"
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
     shards = {"max_shard": "2GB"} if is_streamed else {}  # a file is in memory while it is written
@@ -73,10 +76,10 @@ def write_shrunk(
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
             reload, found = verify_reload(
-                folder, certifier.inputs[:1] if is_streamed else certifier.inputs, model,
-                device=device, like=checkpoint, new_tokens=2 if is_streamed else 16, compute=compute, process=process,
+                folder, certifier.inputs if fits else certifier.inputs[:1], model,
+                device=device, like=checkpoint, new_tokens=16 if fits else 2, compute=compute, process=process,
             )  # fmt: skip
-        if is_streamed:  # in batches, so that every block is read a few times and not once for every window
+        if not fits:  # in batches, so that every block is read a few times and not once for every window
             found = certifier.run(model)
         record = msgspec.structs.replace(
             certifier.certified(record, found),
