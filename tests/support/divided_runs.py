@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from depthgauge._ranks import ALONE, Ranks
-from depthgauge.cli.torchrun import Launch
+from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError
 from depthgauge.workflows.gauge import gauge
 from depthgauge.workflows.shrink import shrink
@@ -73,7 +73,7 @@ def refused(**options: Any) -> str:
 
 def main(folder: Path) -> None:
     """Run everything and write what this process has found."""
-    launch = Launch()
+    launch = LaunchedCommand()
     launch.join()
     ranks = launch.ranks
     ShrinkRun._estimate = lambda *_: None  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from depthgauge._ranks import Ranks
 from depthgauge._version import __version__
 from depthgauge.cli import claims, collapse, evaluate, gauge, random, report, reproduce, separate, shrink, sweep
 from depthgauge.cli.output import print_terms
-from depthgauge.cli.torchrun import Launch
+from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError
 from depthgauge.results.glossary import TERMS
 
@@ -82,7 +82,7 @@ def main() -> None:
     """
     # Caches of keys and values grow by one token at a time; without this, torch keeps many times their memory.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    launch = Launch()
+    launch = LaunchedCommand()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show
     try:

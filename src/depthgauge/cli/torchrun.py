@@ -31,7 +31,7 @@ FIRST = 5.0
 """Seconds that process 0 has to print an error before another process prints its own."""
 
 
-class Launch:
+class LaunchedCommand:
     """The processes of a command, `ranks`: one, or those that torchrun has started."""
 
     def __init__(self) -> None:
