@@ -73,6 +73,9 @@ def command(
     `depthgauge gauge ./my-model --estimate` prints how long this takes and how much memory it needs, after timing a few
     blocks with random weights on this machine.
 
+    `torchrun --nproc-per-node 4 -m depthgauge gauge ./my-model --text corpus.txt --out r.json` divides the windows over
+    four GPUs.
+
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.
     """
