@@ -14,7 +14,7 @@ SRC = ROOT / "src"
 
 # Packages by level, as CONTRIBUTING.md lists them. A package imports lower levels only.
 LEVELS: list[set[str]] = [
-    {"errors", "progress", "_io", "_lock", "_journal", "_format", "_frames", "_records", "_version", "_lazy"},
+    {"errors", "progress", "_io", "_lock", "_journal", "_ranks", "_format", "_frames", "_records", "_version", "_lazy"},
     {"results", "linalg", "fast_attention"},
     {"network"},
     {"measures", "surrogates"},

@@ -17,6 +17,7 @@ from typing import Any
 
 from depthgauge._io import is_special, write_text
 from depthgauge._lock import file_lock, is_lock
+from depthgauge._ranks import ALONE, Ranks
 from depthgauge.errors import InputError, InterruptedRunError, OutputError, require_path
 from depthgauge.progress import no_message
 
@@ -49,6 +50,8 @@ class Journal:
     `resume` continues an interrupted run if there is one; `message` is called with a sentence if there is none.
     `overwrite` starts again where an interrupted run has left its journal. An InputError says that another process
     writes the same output, that an interrupted run would be lost, or that the folder has files of somebody else.
+
+    Of several processes, `ranks`, process 0 keeps the journal, and the others get what it holds.
     """
 
     def __init__(
@@ -58,9 +61,13 @@ class Journal:
         resume: bool = False,
         overwrite: bool = False,
         message: Callable[[str], None] = no_message,
+        ranks: Ranks = ALONE,
     ) -> None:
         if resume and out is None:
             raise InputError("--resume needs the output of the interrupted run; give the same --out as before")
+        self.ranks = ranks
+        if self.ranks.index:
+            out, resume = None, False
         self.folder = None if out is None or is_special(out) else journal_folder(out)
         self.entries: dict[str, Any] = {}
         self._written: dict[str, str] = {}
@@ -69,12 +76,13 @@ class Journal:
         self._resumed, self._held = False, ExitStack()
 
     def __enter__(self) -> "Journal":
-        if self.folder is None:
-            return self
-        _refuse_other_files(self.folder)
-        self._held.enter_context(file_lock(self.folder / _LOCK, str(self.folder).removesuffix(".partial")))
+        if self.folder is not None:
+            _refuse_other_files(self.folder)
+            self._held.enter_context(file_lock(self.folder / _LOCK, str(self.folder).removesuffix(".partial")))
         try:
-            self._open(self.folder / _ENTRIES)
+            if self.folder is not None:
+                self._open(self.folder / _ENTRIES)
+            self.entries = self.ranks.shared(lambda: self.entries)
         except BaseException:
             self._release(keep=True)
             raise
@@ -126,6 +134,19 @@ class Journal:
     def file(self, kind: str, numbers: Iterable[int]) -> Path | None:
         """Return the path of a further file, such as `repair-6-7.pt`, which is deleted at the end; None in memory."""
         return None if self.folder is None else self.folder / f"{kind}-{'-'.join(map(str, numbers))}.pt"
+
+    def loaded(self, path: Path | None) -> dict[str, Any] | None:
+        """Return the tensors of a further file in all processes, on the CPU; None if there is no such file."""
+
+        def load() -> dict[str, Any] | None:
+            if path is None or not path.is_file():
+                return None
+            import torch
+
+            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            return found
+
+        return self.ranks.shared(load)
 
     def result_file(self) -> Path | None:
         """Return the path at which a GGUF file is written and checked before it gets its name; None in memory."""

@@ -27,6 +27,7 @@ from shrink_documents import (
     with_limit,
 )
 
+from depthgauge._ranks import ALONE
 from depthgauge.cli.main import main
 from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
 from depthgauge.errors import InputError, InterruptedRunError
@@ -150,6 +151,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
         seed=4, no_repair=True, bos="no", device_map="auto", allow_pickle=True,
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
+    assert given.pop("ranks") == ALONE
     assert given == {"plan": None, "out": Path("smaller"), "report": None, "resume": True, "overwrite": True}
 
 

@@ -5,7 +5,7 @@ States are kept on the GPU, in memory or on disk, whichever has room.
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def states_in_memory(state: Tensor) -> int:
 
     They are kept three times: before the block, as one tensor that it reads, and after it.
     """
-    return max(1, int(STATES_SHARE * free_memory(state.device)) // (3 * state.numel() * state.itemsize))
+    return max(1, int(STATES_SHARE * free_memory(state.device)) // max(1, 3 * state.numel() * state.itemsize))
 
 
 @torch.no_grad()
@@ -62,13 +62,15 @@ def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
 class DenseStates:
     """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
 
-    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model.
+    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model, and the
+    processes that divide the windows: `inputs` are those of this process, and `windows` is the number of all.
     """
 
     def __init__(
         self, runner: BlockRunner, inputs: Inputs, *, all_layers: bool = True, progress: Step = silent
     ) -> None:
-        self.runner, self.inputs, self.layers = runner, inputs, len(runner)
+        self.runner, self.layers, self.windows = runner, len(runner), len(inputs)
+        self.inputs = inputs = runner.ranks.part(inputs)
         first = runner.embed(inputs)
         self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
         self._room = self._memory(first, len(self._kept), runner.device)
@@ -83,6 +85,11 @@ class DenseStates:
     def at(self, layer: int) -> Float[Tensor, "windows n d"]:
         """Return X_ℓ."""
         return self._room[self._kept.index(layer)]
+
+    def mean(self, score: Callable[[Tensor, Tensor], float], before: int, after: int) -> float:
+        """Return the mean over all windows of a score of the states at two depths."""
+        own = score(self.at(before), self.at(after)) * len(self.inputs)
+        return sum(self.runner.ranks.exchanged(own)) / self.windows
 
     @property
     def final(self) -> Float[Tensor, "windows n d"]:
@@ -119,7 +126,8 @@ def _reserve(path: Path, needed: int) -> None:
 class Objective:
     """The objective on fixed windows, one number per window; smaller is better. See `window_losses`.
 
-    `dense` has X_L, the states of the dense model after its last block.
+    `inputs` are the windows of this process, and `dense` has X_L, the states of the dense model after its last block.
+    The result has the numbers of all processes.
     """
 
     def __init__(self, runner: BlockRunner, inputs: Inputs, dense: Float[Tensor, "windows n d"]) -> None:
@@ -141,9 +149,10 @@ class Objective:
             inputs = all_inputs[these]
             reference = self._reference(runner.on_device(all_dense[these]), inputs)
             outputs = (runner.output(runner.on_device(states[these]), inputs) for states in several)
-            return torch.stack([self._measure(output, inputs, reference) for output in outputs])
+            return torch.stack([self._measure(output, inputs, reference) for output in outputs], dim=1)
 
-        return torch.cat(runner.batches.map(measure, len(all_dense)), dim=1)
+        found = runner.batches.map(measure, len(all_dense))
+        return runner.ranks.in_order(torch.cat(found) if found else torch.empty(0, len(several))).T
 
     @torch.no_grad()
     def of_model(self, model: Any) -> float:
@@ -154,7 +163,8 @@ class Objective:
             inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, model.dtype)
             return self._measure(model_output(checkpoint, inputs), inputs, self._reference(dense, inputs))
 
-        return float(torch.cat(self.runner.batches.map(measure, len(self.inputs))).mean())
+        found = self.runner.batches.map(measure, len(self.inputs))
+        return float(self.runner.ranks.in_order(torch.cat(found)).mean())
 
     def _reference(self, dense: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the output of the dense model, or None if the objective does not compare outputs with it."""

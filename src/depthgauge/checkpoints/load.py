@@ -420,7 +420,7 @@ def check_memory(source: Source, placement: Placement, described: int = 0) -> No
 
 
 def free_memory(device: torch.device | None = None) -> int:
-    """Return the free memory of a GPU, or else that of the system, limited by the control group, in bytes."""
+    """Return the free memory of a GPU, or else this process's share of that of the system or its control group."""
     if device is not None and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -430,11 +430,11 @@ def free_memory(device: torch.device | None = None) -> int:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         pages = int(lines["MemAvailable"].split()[0]) * 1024
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:
-        return pages
-    return pages if limit == "max" else min(pages, max(0, int(limit) - used))
+        limit = used = "max"
+    free = pages if limit == "max" else min(pages, max(0, int(limit) - int(used)))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the processes that torchrun has started here
 
 
 def context_length(config: Any) -> int | None:

@@ -80,12 +80,14 @@ def edited_losses(
         objective: the objective.
         dense: the windows, the blocks of the model, and the states of the dense model.
         models: the edits of each model.
-        windows: the windows on which they are measured.
+        windows: the first windows, on which they are measured.
         experts: needed for the what-if `expert`.
         progress: called at every block, with `label` and the block.
         label: what is measured.
     """
-    ordered, count = sorted(models), states_in_memory(dense.final[windows])
+    ranks, ordered = dense.runner.ranks, sorted(models)
+    windows = ranks.among(windows)
+    count = min(ranks.exchanged(states_in_memory(dense.final[windows])))
     for start in range(0, len(ordered), count):
         some = ordered[start : start + count]
         states = edited_states(dense, some, windows, experts=experts, progress=progress, label=label)
@@ -102,7 +104,7 @@ def edited_states(
     progress: Step = silent,
     label: str = "",
 ) -> dict[Edits, Float[Tensor, "windows n d"]]:
-    """Return the states after the last block of edited models; see `edited_losses`.
+    """Return the states after the last block of edited models, on windows of this process; see `edited_losses`.
 
     Every block is applied once, to the states of all models that do not change it, and then with the changes of the
     others. Models that agree on the edits so far share their states; before the first edit these are the dense states.

@@ -26,6 +26,7 @@ def command(
         ),
     ] = None,
     *,
+    context: typer.Context,
     options: GaugeOptions,
     no_what_if: Annotated[
         bool,
@@ -72,6 +73,9 @@ def command(
     `depthgauge gauge ./my-model --estimate` prints how long this takes and how much memory it needs, after timing a few
     blocks with random weights on this machine.
 
+    `torchrun --nproc-per-node 4 -m depthgauge gauge ./my-model --text corpus.txt --out r.json` divides the windows over
+    four GPUs.
+
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.
     """
@@ -82,10 +86,12 @@ def command(
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         fields["what_if"] = "none"
+    ranks = context.obj
     if estimate:
+        ranks.refuse("--estimate")
         print_estimate(expect_gauge(target, options, note, **fields), as_json)
         return
-    fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
+    fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite, "ranks": ranks}
     try:
         with progress_bar("measuring") as progress:
             result = gauge(target, options, progress=progress, message=note, **fields)
@@ -93,7 +99,8 @@ def command(
         if error.result is not None:  # the work is done: show what could not be written
             _print(error.result, as_json)
         raise
-    _print(result, as_json)
+    if not ranks.index:
+        _print(result, as_json)
 
 
 def _print(result: "GaugeResult", as_json: bool) -> None:

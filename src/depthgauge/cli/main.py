@@ -8,10 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._format import one_line
+from depthgauge._ranks import Ranks
 from depthgauge._version import __version__
 from depthgauge.cli import claims, collapse, evaluate, gauge, random, report, reproduce, separate, shrink, sweep
 from depthgauge.cli.output import print_terms
-from depthgauge.errors import DepthgaugeError, InterruptedRunError, is_out_of_memory
+from depthgauge.cli.torchrun import LaunchedCommand
+from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.results.glossary import TERMS
 
 app = typer.Typer(
@@ -35,6 +37,8 @@ for verb in (claims, separate, reproduce):
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+DIVIDED = ("gauge", "shrink")
+"""The commands that several processes can run together."""
 # What typer returns when a command was interrupted, and what shells report for it.
 _INTERRUPTED = InterruptedRunError.exit_code
 
@@ -55,6 +59,7 @@ def _print_glossary(asked: bool) -> bool:
 
 @app.callback()
 def _global_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -63,31 +68,42 @@ def _global_options(
         typer.Option("--glossary", callback=_print_glossary, is_eager=True, help="Explain the terms in the tables."),
     ] = False,
 ) -> None:
-    pass
+    ranks: Ranks = context.obj
+    if ranks.count > 1 and context.invoked_subcommand not in DIVIDED:
+        raise InputError(
+            f"depthgauge {context.invoked_subcommand} runs in one process; start it without torchrun, which is for "
+            f"{' and '.join(DIVIDED)}"
+        )
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 any other failure.
 
-    Errors are one sentence.
+    Errors are one sentence. Of the processes that torchrun starts, one prints.
     """
     # Caches of keys and values grow by one token at a time; without this, torch keeps many times their memory.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    launch = LaunchedCommand()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show
     try:
-        code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False)
+        launch.join()
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False, obj=launch.ranks)
         if code == _INTERRUPTED:
-            _fail("interrupted", _INTERRUPTED)
+            launch.fail("interrupted")
         sys.stdout.flush()  # notice a closed pipe here instead of at interpreter exit
+        launch.ranks.wait()
     except DepthgaugeError as error:
-        code = _fail(str(error), error.exit_code)
+        launch.fail(str(error))
+        code = error.exit_code
     except _UsageError as error:
         usage: Any = error
         where = usage.ctx.command_path if usage.ctx is not None else "depthgauge"
-        code = _fail(f"{usage.format_message().rstrip('.')}; see `{where} --help`", 2)
+        launch.fail(f"{usage.format_message().rstrip('.')}; see `{where} --help`")
+        code = 2
     except (typer.Abort, KeyboardInterrupt):
-        code = _fail("interrupted", _INTERRUPTED)
+        launch.fail("interrupted")
+        code = _INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
@@ -97,11 +113,9 @@ def main() -> None:
         if is_out_of_memory(error):
             sentence = "start again with --stream, which keeps one block in memory at a time, or a smaller --window"
             other = "if another program took the memory, the same command with --resume continues"
-            sys.exit(_fail(f"memory ran out: {sentence}; {other} ({one_line(error, 100)})", 2))
-        code = _fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
-    sys.exit(code)
-
-
-def _fail(sentence: str, code: int) -> int:
-    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
-    return code
+            launch.fail(f"memory ran out: {sentence}; {other} ({one_line(error, 100)})")
+            code = 2
+        else:
+            launch.fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)")
+            code = 1
+    launch.end(code)

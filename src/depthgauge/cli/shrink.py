@@ -31,6 +31,7 @@ def command(
         ),
     ],
     *,
+    context: typer.Context,
     options: ShrinkOptions,
     out: Annotated[
         Path | None,
@@ -104,19 +105,24 @@ def command(
     `depthgauge shrink ./model --remove 25% --estimate` prints how long this takes and how much memory it needs, after
     timing a few blocks with random weights on this machine. The weights are neither read nor downloaded.
 
+    `torchrun --nproc-per-node 4 -m depthgauge shrink ./model --text corpus.txt --remove 25% --out ./smaller` divides
+    the windows over four GPUs, each of which has the whole model.
+
     After an interruption, run the same command with `--resume`.
     """
     outputs = {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan}
     check_request(options, outputs, estimate)
     from depthgauge.workflows.shrink import expect_shrink, plan_shrink, shrink
 
+    ranks = context.obj
     if estimate:
+        ranks.refuse("--estimate")
         from depthgauge.surgery.output_names import is_gguf_name
 
         makes = PLAN if plan_only is not None else GGUF if is_gguf_name(out) else DIRECTORY
         print_estimate(expect_shrink(model, options, makes, from_plan, note), as_json)
         return
-    files: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "message": note}
+    files: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "message": note, "ranks": ranks}
     if plan_only is not None:
         with progress_bar("searching") as progress:
             plan = plan_shrink(model, options, out=plan_only, progress=progress, **files)
@@ -125,6 +131,8 @@ def command(
         return
     with progress_bar("shrinking") as progress:
         result = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files)
+    if ranks.index:
+        return  # process 0 prints
     made = (result,) if options.sizes is None else result.sizes
     if options.sizes is not None and as_json:
         print_json([one.to_json() for one in made])

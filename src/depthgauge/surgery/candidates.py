@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -166,7 +165,7 @@ class Candidates:
         """Return whether weights can be trained: all of the model must be in memory, with `TRAINING` bytes for each."""
         if self.shrinker.checkpoint.stream is not None:
             return False
-        if optimizer_device(weights) is not None:
+        if all(self.shrinker.runner.ranks.exchanged(optimizer_device(weights) is not None)):
             return True
         needed = TRAINING * sum(weight.numel() for weight in weights)
         self.notes = (f"the repair did not train weights: this needs {size_text(needed)} of memory",)
@@ -186,9 +185,7 @@ class Candidates:
     def _known(self, removed: Removed, weights: list[nn.Parameter]) -> Repaired | None:
         """Put the weights of a repair back that was done before, in this run or in an interrupted one."""
         made = self._best[1] if self._best is not None and self._best[0] == removed else None
-        path = self.shrinker.journal.file("repair", removed)
-        if made is None and path is not None and path.is_file():
-            state: dict[str, Any] = torch.load(path, weights_only=True)
+        if made is None and (state := self.shrinker.journal.loaded(self.shrinker.journal.file("repair", removed))):
             made = Repaired(tuple(RepairStage(**one) for one in state["stages"]), state["losses"], state["weights"])
         if made is not None:
             put_weights(weights, made.weights)

@@ -7,10 +7,11 @@ head.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -66,17 +67,19 @@ def distill(
     apart = _divergence if runner.checkpoint.objective in BY_TARGETS else _distance
     rate = RATE / math.sqrt(states.shape[-1])
     # Small steps vanish in half precision, so AdamW works on float32 copies.
-    home = optimizer_device(parameters) or torch.device("cpu")
+    ranks, home = runner.ranks, optimizer_device(parameters) or torch.device("cpu")
+    if "cpu" in ranks.exchanged(home.type):  # the gradients of all processes are added on one kind of device
+        home = torch.device("cpu")
     masters = [weight.detach().to(home, torch.float32, copy=True) for weight in parameters]
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=home.type in _FUSED)
-    batch = windows_per_step(tokens, *states.shape[:2])
-    order = _order(len(states), steps * batch, seed)
-    first = 0 if saved is None else _load(saved, masters, parameters, optimizer)
+    batch = windows_per_step(tokens, fit.windows, states.shape[1])
+    order = _order(fit.windows, steps * batch, seed)
+    first = _load(student.journal.loaded(saved), masters, parameters, optimizer)
 
-    def find_gradients(chosen: Int[Tensor, " chosen"]) -> None:
+    def find_gradients(own: Int[Tensor, " own"], of: int) -> None:
         for weight in (*masters, *parameters):  # of the last step, or of a call that failed
             weight.grad = None
-        for part in torch.split(chosen, runner.batches.size):
+        for part in torch.split(own, runner.batches.size) if len(own) else ():
             inputs = fit.inputs[part]
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 with torch.no_grad():
@@ -85,7 +88,7 @@ def distill(
                 for layer in layers:
                     made = runner.block(layer, made, inputs)
                 made = runner.output(made, inputs)
-            loss = apart(target, made) * (len(part) / len(chosen))
+            loss = apart(target, made) * (len(part) / of)
             loss.backward()  # type: ignore[no-untyped-call]
 
     with _only(model, parameters), _gradients_to(masters, parameters):
@@ -94,7 +97,12 @@ def distill(
             for group in optimizer.param_groups:
                 group["lr"] = rate * _schedule(step, steps)
             chosen = order[step * batch : (step + 1) * batch]
-            runner.batches.again(partial(find_gradients, chosen), len(chosen))
+            own = chosen[chosen % ranks.count == ranks.index] // ranks.count
+            runner.batches.again(partial(find_gradients, own, len(chosen)), len(own))
+            if ranks.count > 1:
+                slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in masters]
+                for master, slope in zip(masters, ranks.sums(slopes), strict=True):
+                    master.grad = slope
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
             _copy(masters, parameters)
@@ -162,12 +170,14 @@ def _copy(masters: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None
 
 @torch.no_grad()
 def _load(
-    saved: Path, masters: Sequence[Tensor], parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+    state: Mapping[str, Any] | None,
+    masters: Sequence[Tensor],
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Continue from a file, if it exists, and return the next step."""
-    if not saved.is_file():
+    """Continue from a saved state, if there is one, and return the next step."""
+    if state is None:
         return 0
-    state = torch.load(saved, map_location=masters[0].device, weights_only=True)
     for master, value in zip(masters, state["masters"], strict=True):
         master.copy_(value)
     _copy(masters, parameters)

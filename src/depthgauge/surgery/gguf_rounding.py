@@ -84,7 +84,8 @@ def _correct(
     weights = [block.get_parameter(leaf) for leaf in leaves]
     maps = [one for one in output_maps(block, family) if any(one.weight is weight for weight in weights)]
     if is_linear(family) and maps and maps[0].weight is weights[0]:
-        for parameter, delta in refit(student.runner, layer, maps, states, targets, ridge_for(maps[-1], states)):
+        ridge = ridge_for(student.runner, maps[-1], states)
+        for parameter, delta in refit(student.runner, layer, maps, states, targets, ridge):
             parameter.copy_(parameter.double() + delta)
 
 
@@ -128,5 +129,6 @@ def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "window
 
     with module.register_forward_pre_hook(keep):
         runner.batches.map(add, len(states))
-    damping = ridge_for(module, states) * found.diagonal().mean().clamp_min(1e-30)
+    found = runner.ranks.sum(found)
+    damping = ridge_for(runner, module, states) * found.diagonal().mean().clamp_min(1e-30)
     return found + damping * torch.eye(len(found), dtype=found.dtype)

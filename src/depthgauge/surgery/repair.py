@@ -56,15 +56,16 @@ def refit_block(
     family = runner.checkpoint.families[layer]
     assert family is not None
     maps = output_maps(runner.blocks[layer], family)
-    ridge = ridge_for(maps[-1], runner.part(layer, states))
+    ridge = ridge_for(runner, maps[-1], runner.part(layer, states))
     for first in range(1 if family.order == "parallel" else len(maps)):
         for parameter, delta in refit(runner, layer, maps[first:], states, targets, ridge, inputs):
             parameter.copy_(parameter.double() + delta.to(parameter.device))
 
 
-def ridge_for(module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
-    """Return λ for a map and as many tokens as `states` has."""
-    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (states.shape[0] * states.shape[1]))
+def ridge_for(runner: BlockRunner, module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
+    """Return λ for a map and as many tokens as the `states` of all processes have."""
+    windows = sum(runner.ranks.exchanged(len(states)))
+    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (windows * states.shape[1]))
 
 
 def refit(
@@ -120,6 +121,7 @@ def refit(
             cross.addmm_(errors.T, weighted)
 
         runner.batches.map(add, len(states))
+    gram, cross = runner.ranks.sum(gram), runner.ranks.sum(cross)
     columns = torch.split(_ridge_solution(gram, cross, ridge), widths, dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 
@@ -137,7 +139,8 @@ def _ridge_solution(gram: Float[Tensor, "p p"], cross: Float[Tensor, "d p"], rid
     diagonal += ridge * (diagonal + diagonal.mean())
     factor = torch.linalg.cholesky(gram.mT, out=gram.mT)  # the transpose has the layout that is factored in place
     half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
+    found: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return found.mT
 
 
 def with_bias(module: Any, inputs: Tensor) -> Tensor:

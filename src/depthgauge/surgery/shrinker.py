@@ -37,7 +37,7 @@ Removed = tuple[int, ...]
 
 def by_influence(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed:
     """Return the `count` allowed blocks with the smallest block influence (ShortGPT)."""
-    influence = {k: block_influence(dense.at(k), dense.at(k + 1)) for k in allowed}
+    influence = {k: dense.mean(block_influence, k, k + 1) for k in allowed}
     return tuple(sorted(sorted(allowed, key=influence.__getitem__)[:count]))
 
 
@@ -49,7 +49,7 @@ def by_angle(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed 
 def runs_by_angle(dense: DenseStates, count: int, allowed: Sequence[int]) -> list[Removed]:
     """Return all runs of `count` adjacent allowed blocks, in the order of the angular distances across them."""
     starts = [k for k in range(dense.layers - count + 1) if {*range(k, k + count)} <= {*allowed}]
-    starts.sort(key=lambda k: angular_distance(dense.at(k), dense.at(k + count)))
+    starts.sort(key=lambda k: dense.mean(angular_distance, k, k + count))
     return [tuple(range(k, k + count)) for k in starts]
 
 
@@ -72,7 +72,7 @@ class Shrinker(Student):
         """Run the dense model on the calibration windows; the other arguments are those of `Student`."""
         started = time.perf_counter()
         super().__init__(*args, **keywords)
-        self.window_seconds = (time.perf_counter() - started) / (len(self.fit.inputs) + len(self.select.inputs))
+        self.window_seconds = (time.perf_counter() - started) / (self.fit.windows + self.select.windows)
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
         self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
@@ -112,7 +112,7 @@ class Shrinker(Student):
         if self._refused is None:
             return None
         if removed not in self._refused:
-            self._refused[removed] = why_not_removed(self.runner, removed, self.select.inputs[:1])
+            self._refused[removed] = why_not_removed(self.runner, removed, self.example)
         return self._refused[removed]
 
     @property

@@ -65,7 +65,8 @@ class Student:
     which calls `restore` at the end.
 
     - `kept`: the blocks that remain, in order
-    - `runner`: the model's blocks
+    - `runner`: the model's blocks, and the processes that divide the windows
+    - `example`: the first selection window
     - `fit`, `select`: the dense model on the windows that repairs are fitted on and choices are compared on
     - `objective`: the objective on the selection windows; `dense_losses` are its values for the dense model
     - `effort`, `repairs`: how much work to do, and whether weights may change
@@ -91,10 +92,11 @@ class Student:
         self.repairs = repair = repair and any(checkpoint.families)
         self.journal, self.progress = journal or Journal(), progress
         fit, select = encoded(checkpoint, fit), encoded(checkpoint, select)
-        self.runner = BlockRunner(checkpoint, select[:1])
+        self.example = select[:1]
+        self.runner = BlockRunner(checkpoint, self.example, ranks=self.journal.ranks)
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
         self.select = DenseStates(self.runner, select, progress=progress)
-        self.objective = Objective(self.runner, select, self.select.final)
+        self.objective = Objective(self.runner, self.select.inputs, self.select.final)
         self.dense_losses = self.objective(self.select.final)
         self.kept = list(range(len(self.runner)))
         self._originals: dict[nn.Parameter, Tensor] = {}
@@ -160,5 +162,5 @@ class Student:
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model, after checking its output."""
         made = extract(self.checkpoint, self.kept, copies=self.checkpoint.source is None)
-        require_same_output(made, self.runner, self.kept, self.select.inputs[:1])
+        require_same_output(made, self.runner, self.kept, self.example)
         return made

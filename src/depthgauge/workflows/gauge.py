@@ -6,6 +6,7 @@ from typing import Any
 
 from depthgauge._io import check_outputs, write_text
 from depthgauge._journal import Journal
+from depthgauge._ranks import ALONE, Ranks
 from depthgauge._version import __version__
 from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError, OutputError
@@ -53,6 +54,7 @@ def gauge(
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
+    ranks: Ranks = ALONE,
     **fields: Any,
 ) -> GaugeResult:
     """Measure how much of a network's or a checkpoint's depth does useful work.
@@ -73,6 +75,7 @@ def gauge(
         overwrite: replace files at `out` and `report`, and start again where an interrupted run has stopped.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the expected duration.
+        ranks: the processes that divide the windows, each of which makes this call; process 0 writes.
         **fields: any option of `GaugeOptions` by name, such as `text="corpus.txt"`; overrides `options`.
 
     Returns:
@@ -90,12 +93,16 @@ def gauge(
     tokenizer = take_directory(tokenizer, fields)
     found, asked = resolve_target(target), make_options(options, fields)
     asked.refuse_other_kind(found.kind, found.description)
+    if found.kind != CHECKPOINTS:
+        ranks.refuse(f"{found.description} is a network, which")
     if report is not None:
         plotly_code()  # raises now if the extra is missing
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+    with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
         text = None if asked.text is None else split_field(asked.text)[0]
         inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
         inputs |= {"--labels": asked.labels, "--pairs": asked.pairs, "--audio": asked.audio}
+        if ranks.index:
+            out = report = None
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             request = check_gauge(found, asked, message)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,15 @@ class ShrinkRun:
     ) -> None:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
-        self.progress = progress
+        self.progress, self.ranks = progress, journal.ranks
         asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
-        self.evaluation = None if settings.evaluate is None else prepare_evaluation(asked, message)
+        is_first = self.ranks.index == 0
+        self.evaluation = prepare_evaluation(asked, message) if settings.evaluate is not None and is_first else None
         with self.durations("loading"):
             found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
+            self._require_same(found)
         with self.durations("estimate"):
-            self.estimate = self._estimate(found, makes)
+            self.estimate = self._estimate(found, makes) if is_first else None
         with self.durations("loading"):
             self.opened = open_model(found, settings, followed, message)
         self._describe_in_journal(model)
@@ -123,8 +125,8 @@ class ShrinkRun:
         sliding = sliding_blocks(checkpoint, self.given or ()) if is_gguf else []  # llama.cpp crashes without any
         self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
         with self.durations("calibration windows"):
-            self.calibration = self._calibrated()
-        self.llama = self._source_in_llama()
+            self.calibration = self.ranks.shared(self._calibrated)
+        self.llama = self._source_in_llama() if is_first else None
         with self.durations("dense model"):
             self.shrinker = Shrinker(
                 checkpoint,
@@ -138,8 +140,23 @@ class ShrinkRun:
                 protected=self.protected,
             )
         self.candidates = Candidates(self.shrinker, settings.seed)
-        if self.estimate is not None:
+        if self.estimate is not None and self.ranks.count == 1:
             message(time_left(self.estimate, self.durations.seconds))
+
+    def _require_same(self, found: ReadModel) -> None:
+        """Raise unless all processes have read the same files and options."""
+        read = found.read
+        texts = read.digest if isinstance(read, GivenWindows) else [one.digest for one in read.sources]
+        self.ranks.require_same(
+            {
+                "command": [__version__, self.settings.to_json()],
+                "plan": None if self.followed is None else self.followed.to_json(),
+                "set of weights": found.files,
+                "configuration": found.config.to_dict(),
+                "text": texts,
+                "decision about streaming": found.placement.stream,
+            }
+        )
 
     def _describe_in_journal(self, model: Any) -> None:
         opened, followed = self.opened, self.followed
@@ -229,7 +246,9 @@ class ShrinkRun:
         settings, opened = self.settings, self.opened
         counts = () if self._limit is not None else self.counts()
         with self.durations("certification"):
-            self.certifier = Certifier(opened.checkpoint, self.calibration, settings.confidence, progress=self.progress)
+            self.certifier = Certifier(
+                opened.checkpoint, self.calibration, settings.confidence, progress=self.progress, ranks=self.ranks
+            )
         if self._limit is not None:
             with self._fresh_process(out) as process:
                 shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
@@ -237,8 +256,8 @@ class ShrinkRun:
         made = []
         for count in counts:
             folder = out if out is None or settings.sizes is None else sized_output(out, count)
-            if folder is not None and has_written(self.journal, folder):  # by the same run, before it was interrupted
-                record = check_shrink(load_document(record_file(folder), SHRINK_ADVICE), str(folder))
+            record = self.ranks.shared(partial(self._known_record, folder))
+            if record is not None:
                 made.append(FinishedModel(record, None))
                 continue
             with self._fresh_process(folder) as process:
@@ -246,10 +265,16 @@ class ShrinkRun:
                 made.append(self._written(shrunk, (), folder, overwrite, process))
         return made
 
+    def _known_record(self, out: str | Path | None) -> ShrinkRecord | None:
+        """Return the record of a model that the same run has written before it was interrupted."""
+        if out is None or not has_written(self.journal, out):
+            return None
+        return check_shrink(load_document(record_file(out), SHRINK_ADVICE), str(out))
+
     @contextmanager
     def _fresh_process(self, out: str | Path | None) -> Iterator[FreshProcess | None]:
         """Start the process that will check a model which is written, so that it is ready when the model is."""
-        if out is None or isinstance(self.opened.stored, GgufLayout):
+        if out is None or isinstance(self.opened.stored, GgufLayout) or self.ranks.index:
             yield None
             return
         with FreshProcess(self.opened.checkpoint.model) as process:
@@ -272,7 +297,7 @@ class ShrinkRun:
         # An interrupted run has part of it already, and only one of the sizes within a limit is written.
         if self.journal.folder is not None and not self.journal.entries and self._limit is None:
             require_room(str(self.journal.folder).removesuffix(".partial"), made.disk)
-        self.message(made.sentence)
+        self.message(made.sentence if self.ranks.count == 1 else f"{made.sentence}, in one process")
         return made
 
     def _heal_advice(self) -> tuple[str, ...]:
@@ -300,8 +325,12 @@ class ShrinkRun:
         record = self._described(shrunk, tested)
         if shrunk is None:
             return FinishedModel(record, None)
-        record = msgspec.structs.replace(record, evaluation=self._evaluated(shrunk.model))
         certifier, opened = self.certifier, self.opened
+        if self.ranks.index:  # process 0 runs the tasks, writes the model and checks it
+            if out is None or isinstance(opened.stored, GgufLayout) or opened.checkpoint.stream is not None:
+                certifier.run(shrunk.model)
+            return FinishedModel(record, shrunk.model)
+        record = msgspec.structs.replace(record, evaluation=self._evaluated(shrunk.model))
         if out is None:
             with self.durations("certification"):
                 record = certifier.certified(record, certifier.run(shrunk.model))
@@ -412,7 +441,9 @@ class ShrinkRun:
         if shrunk is None:
             return record
         notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self.candidates.notes)
-        if checkpoint.stream is not None:
+        if self.ranks.count > 1:
+            notes += (f"{self.ranks.count} processes divided the windows",)
+        if checkpoint.stream is not None or self.ranks.index:
             return msgspec.structs.replace(record, notes=notes)
         self.progress(0, 1, "speed of both models")
         dense = checkpoint.model
