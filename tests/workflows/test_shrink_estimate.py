@@ -21,7 +21,8 @@ from depthgauge.workflows.shrink_estimate import ShrinkJob, heal_advice, heal_wi
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, samples=10, sample_tokens=128)
 COSTS = PartCosts(
-    blocks=1.0, head=0.0, token=0.0, step=0.01, rows=10, load=0.0, files=100, read_speed=50.0, layers=12,
+    blocks=1.0, head=0.0, token=0.0, step=0.01, rows=10, load=0.0, hashed=0.0, passed=2.0, files=100, read_speed=50.0,
+    layers=12,
     parameters=1000, block_parameters=900, itemsize=4, tokens=256, width=8, output=64,
 )  # fmt: skip
 """A second for all blocks, nothing for the other parts."""
@@ -70,7 +71,21 @@ def test_a_streamed_run_reads_the_weights_in_every_pass_and_trains_nothing() -> 
     assert {*resident} - {*work} == {"calibration windows", "healing", "speed"}
     assert work["repair and comparison"].heads < resident["repair and comparison"].heads
     dense = work["dense model"]
-    assert dense.streamed(COSTS) - dense.resident(COSTS) == pytest.approx(100 / 50)  # one pass over 100 bytes
+    assert dense.streamed(COSTS) - dense.resident(COSTS) == pytest.approx(2 * 2.0)  # windows to fit, and to select
+    in_batches = work_of(replace(JOB, streams=True), replace(COSTS, batch=20))["certification"]
+    assert (work["certification"].passes, in_batches.passes) == (60, 3)
+
+
+def test_processes_divide_the_windows_and_not_the_rest() -> None:
+    work = work_of(JOB, replace(COSTS, load=5.0))
+    assert work["search"].divided(COSTS, 4) == pytest.approx(work["search"].resident(COSTS) / 4)
+    assert work["loading"].divided(COSTS, 4) >= 5.0
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_every_run_has_an_estimate_for_several_processes(name: str, tmp_path: Path) -> None:
+    found = expect_shrink(save(tmp_path / "model", name), ShrinkOptions(remove="1", effort="quick"))
+    assert found.seconds > found.processes["2"] > found.processes["4"] > found.processes["8"] > found.parts["loading"]
 
 
 def test_the_time_left_follows_what_the_first_parts_took() -> None:
@@ -109,7 +124,7 @@ def test_a_configuration_without_weights_is_enough(tmp_path: Path) -> None:
     assert found.parameters == known.parameters
     assert {*found.parts} == {*known.parts}
     assert found.read_speed is None
-    assert found.streamed == {}
+    assert {*found.streamed} == {*known.streamed}
     assert known.streamed["search"] > known.parts["search"]
     assert not {"calibration windows", "speed"} & {*known.streamed}
     assert found.ram > 0

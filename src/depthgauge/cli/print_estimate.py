@@ -31,9 +31,11 @@ def print_estimate(record: EstimateRecord, as_json: bool) -> None:
         if size:
             console.print(f"{name}: {size_text(size)} ({size:,} bytes)", highlight=False)
     if streams:
-        speed = size_text(record.read_speed or 0)
-        said = f"streamed: the weights are read in every pass over the blocks, at {speed} per second"
-        console.print(said, highlight=False)
+        speed = "" if record.read_speed is None else f"; the disk gives {size_text(record.read_speed)} per second"
+        console.print(f"streamed: the weights are read in every pass over the blocks{speed}", highlight=False)
+    if record.processes:
+        each = ", ".join(f"{duration(seconds)} with {count}" for count, seconds in record.processes.items())
+        console.print(f"several processes, each with a device of its own: {each}", highlight=False)
     words = "at most" if record.at_most else "about"
     console.print(f"→ {words} {duration(record.seconds)}\n", style="bold", markup=False, highlight=False)
 

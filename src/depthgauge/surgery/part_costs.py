@@ -6,6 +6,7 @@ of the run. In its forward passes the time inside a block counts for all blocks 
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -42,13 +43,13 @@ _STEPS = 4
 _TOGETHER = 8
 """The most windows that are timed together on a CPU."""
 _CONVERTED = 1e-9
-"""Seconds in which a parameter is converted to its dtype and checked."""
+"""Seconds in which a parameter is converted to its dtype and checked on a CPU."""
 _UNPACKED = 1.2e-7
 """Seconds in which a parameter of a GGUF file is unpacked."""
 _OPENED = 3.0
 """Seconds that the configuration, the tokenizer and the texts take."""
 _SPEED_BYTES = 2**26
-"""Bytes of the weight files that are read to measure the speed of reading."""
+"""Bytes of the weight files that are read, hashed and copied to measure how fast this is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +155,10 @@ class PartCosts:
     - `blocks`, `head`: of a forward pass of one window, what all blocks take and what the rest takes with the loss
     - `token`: a forward pass of one token; 0 for models that do not generate
     - `step`: drawing one more token of each of `rows` samples
-    - `load`: loading the weights
+    - `load`, `hashed`: loading the weights, and hashing their files
+    - `passed`: bringing the weights of all blocks to the device once, where they are streamed
     - `files`, `read_speed`: bytes of the weight files, and bytes that are read per second; None without files
+    - `batch`: windows that are computed together
     - `layers`, `parameters`, `block_parameters`: the numbers of blocks and of parameters, in total and in all blocks
     - `itemsize`: bytes of a parameter in memory
     - `tokens`, `width`, `output`: tokens of a window, their width, and the bytes of the output of one batch
@@ -167,6 +170,8 @@ class PartCosts:
     step: float
     rows: int
     load: float
+    hashed: float
+    passed: float
     files: int
     read_speed: float | None
     layers: int
@@ -176,6 +181,7 @@ class PartCosts:
     tokens: int
     width: int
     output: int
+    batch: int = 1
 
     @property
     def window(self) -> float:
@@ -242,17 +248,21 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
         step = sum(parts.seconds(lambda: sample_windows(few, **given))) / _STEPS * rows / drawn
     parameters, source, width = parameter_count(whole.model), whole.source, int(config.hidden_size)
     files = 0 if source is None or not weight_files(source) else weight_bytes(source)
-    speed = None if source is None or not files else read_speed(source)
-    unpacked = _CONVERTED if source is None or source.gguf is None else _UNPACKED
+    read, hashed, copied = file_speeds(source if files else None, few.device)
+    unpacked = _UNPACKED if source is not None and source.gguf is not None else _CONVERTED if on_cpu else 0.0
+    stored = files or parameters * whole.model.dtype.itemsize
+    is_cached = stored < free_memory()  # what was read once stays in memory
     return PartCosts(
         blocks=blocks,
         head=head,
         token=token,
         step=step,
         rows=rows,
-        load=0.0 if source is None else 2 * files / (speed or math.inf) + unpacked * parameters + _OPENED,
+        load=0.0 if source is None else files / read + files / copied + unpacked * parameters + _OPENED,
+        hashed=files / hashed,
+        passed=stored / (copied if is_cached else min(read, copied)),
         files=files,
-        read_speed=speed,
+        read_speed=read if files else None,
         layers=whole.layers,
         parameters=parameters,
         block_parameters=sum(parameter_count(block) for block in blocks_of(whole)),
@@ -260,15 +270,26 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
         tokens=tokens,
         width=width,
         output=4 * batch * tokens * (int(config.vocab_size) if is_loss else 8 * width),
+        batch=batch,
     )
 
 
-def read_speed(source: Source) -> float:
-    """Return how many bytes per second are read from the weight files, and hashed, as at the start of a run."""
-    path = max(weight_files(source), key=lambda one: one.stat().st_size)
-    started, done = time.perf_counter(), 0
-    with open(path, "rb") as handle:
-        while done < _SPEED_BYTES and (part := handle.read(2**22)):
-            hashlib.sha256(part)
-            done += len(part)
-    return max(1, done) / (time.perf_counter() - started)
+def file_speeds(source: Source | None, device: torch.device) -> tuple[float, float, float]:
+    """Return how many bytes of the weight files are read, hashed and copied to the device per second.
+
+    Files are hashed in threads. Without files, only the last number is measured.
+    """
+    files = [] if source is None else weight_files(source)
+    data, read = bytearray(_SPEED_BYTES), math.inf
+    if files:
+        started = time.perf_counter()
+        with open(max(files, key=lambda one: one.stat().st_size), "rb") as handle:
+            data = bytearray(handle.read(_SPEED_BYTES)) or data
+        read = len(data) / (time.perf_counter() - started)
+    started = time.perf_counter()
+    hashlib.sha256(data)
+    hashed = len(data) / (time.perf_counter() - started) * max(1, min(len(files), os.cpu_count() or 1))
+    weights = torch.frombuffer(data, dtype=torch.uint8)
+    started = device_time(device)
+    weights.to(device, copy=True)
+    return read, hashed, len(data) / (device_time(device) - started)

@@ -1,5 +1,6 @@
 """`gauge`: measure a network or a checkpoint from end to end and return one result."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def gauge(
     >>> result.subjects[0].depth[0].layers
     1
     """
-    tokenizer = take_directory(tokenizer, fields)
+    started, tokenizer = time.perf_counter(), take_directory(tokenizer, fields)
     found, asked = resolve_target(target), make_options(options, fields)
     asked.refuse_other_kind(found.kind, found.description)
     if found.kind != CHECKPOINTS:
@@ -108,13 +109,15 @@ def gauge(
             request = check_gauge(found, asked, message)
             from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint  # torch and transformers take seconds
 
-            settings, subject = gauge_checkpoint(request, tokenizer, journal, progress, message)
+            settings, subject, estimate = gauge_checkpoint(request, tokenizer, journal, progress, message)
             subjects: tuple[Any, ...] = (subject,)
+            taken: dict[str, Any] = {"estimate": estimate, "seconds": time.perf_counter() - started}
         else:
             from depthgauge.workflows.gauge_network import gauge_networks
 
             settings, subjects = gauge_networks(found, asked, progress, message)
-        result = GaugeResult(version=__version__, settings=settings, subjects=subjects)
+            taken = {}
+        result = GaugeResult(version=__version__, settings=settings, subjects=subjects, **taken)
         try:
             if out is not None:
                 journal.write(out, result.dump(), overwrite)

@@ -50,6 +50,7 @@ from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import (
     CheckpointSubject,
 )
+from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import SAMPLES, GaugeSettings
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
@@ -60,7 +61,7 @@ from depthgauge.workflows.gauge_request import GaugeRequest
 
 def gauge_checkpoint(
     request: GaugeRequest, tokenizer: Any, journal: Journal, progress: Step, message: Callable[[str], None]
-) -> tuple[GaugeSettings, CheckpointSubject]:
+) -> tuple[GaugeSettings, CheckpointSubject, EstimateRecord | None]:
     """Gauge a directory, a GGUF file, a model on the hub or one in memory.
 
     Every option and file is checked before weights are read.
@@ -69,7 +70,7 @@ def gauge_checkpoint(
     with sentences such as the expected duration.
 
     Returns:
-        The options with their defaults filled in, and the subject.
+        The options with their defaults filled in, the subject, and what the run was expected to take.
     """
     target, options, asked, source = request.target, request.given, request.asked, request.source
     assert asked.tokens is not None
@@ -132,8 +133,11 @@ def gauge_checkpoint(
     journal.begin(settings.to_json() | {"files": files, "sha256": digest})
     if source is not None:
         placement = fitted(source, config, placement, message)
-    if not placement.stream and journal.ranks.count == 1:
-        _say_estimate(request, config, windows, message)
+    given = windows if isinstance(windows, GivenWindows) else None
+    estimate = None
+    with suppress(CheckpointError):  # no few blocks of this model can be timed; loading says more
+        estimate = estimate_gauge(request, config, given, placement)
+        message(estimate.sentence if journal.ranks.count == 1 else f"{estimate.sentence}, in one process")
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
             checkpoint = wrap(target.model, str(target.name))
@@ -144,7 +148,7 @@ def gauge_checkpoint(
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress, journal.ranks)
             first_layer = journal.ranks.shared(lambda: first_layer_bound(checkpoint, progress))
-            return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
+            return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer), estimate
         inputs: Inputs
         if isinstance(windows, GivenWindows):
             checkpoint, inputs = prepared(checkpoint, windows, asked), windows.inputs
@@ -169,16 +173,8 @@ def gauge_checkpoint(
         if journal.ranks.count > 1:
             notes.append(f"{journal.ranks.count} processes divided the windows")
         found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
-        return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
-
-
-def _say_estimate(
-    request: GaugeRequest, config: Any, windows: Windows | GivenWindows | None, message: Callable[[str], None]
-) -> None:
-    """Say what the run will take, if a few blocks of this model can be timed; otherwise loading says more."""
-    with suppress(CheckpointError):
-        given = windows if isinstance(windows, GivenWindows) else None
-        message(estimate_gauge(request, config, given).sentence)
+        seen = subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+        return settings, seen, estimate
 
 
 def _unmeasured(

@@ -28,19 +28,25 @@ from depthgauge.surgery.part_costs import LIBRARIES, FewBlocks, PartCosts, descr
 from depthgauge.workflows.gauge_request import GaugeRequest
 
 
-def estimate_gauge(request: GaugeRequest, config: Any = None, given: GivenWindows | None = None) -> EstimateRecord:
+def estimate_gauge(
+    request: GaugeRequest,
+    config: Any = None,
+    given: GivenWindows | None = None,
+    placement: Placement | None = None,
+) -> EstimateRecord:
     """Estimate a run on a checkpoint.
 
     Args:
         request: the checked options.
         config: the configuration of the model; by default it is loaded.
         given: the images, pairs or recordings that the model reads; by default they are read.
+        placement: how the weights are loaded; by default as the options say.
 
     Raises:
         CheckpointError: no small model can be built from the configuration, or it cannot be run.
     """
     asked, source, model = request.asked, request.source, request.target.model
-    placement, reads = Placement.of(asked), read_kind(asked)
+    placement, reads = placement or Placement.of(asked), read_kind(asked)
     if source is None:
         whole = describe_model(None, model.config, type(model), objective_of(type(model).__name__), placement)
     else:
@@ -60,6 +66,7 @@ def estimate_gauge(request: GaugeRequest, config: Any = None, given: GivenWindow
     parts = few_blocks(whole, placement)
     costs = measure_costs(parts, example, together=False)
     seconds = {"loading": costs.load + 4 * costs.window, "weights": _weights(parts)}
+    reads_of = {"loading": 1, "weights": 1}
     if not asked.weights_only:
         experts = len(expert_layers(blocks_of(parts.few), parts.few.families)) / len(parts.counts)
         on = {kind: [*range(whole.layers)] * (round(experts) if kind == EXPERT else 1) for kind in request.kinds}
@@ -68,12 +75,20 @@ def estimate_gauge(request: GaugeRequest, config: Any = None, given: GivenWindow
         )
         seconds["heads"] = windows * (costs.window + _observing(parts, example))
         seconds["what-ifs"] = windows * reruns
+        reads_of |= {"heads": windows, "what-ifs": len(request.kinds)}
+    seconds = {name: value for name, value in seconds.items() if value}
+    streamed = {}
+    if source is not None and source.gguf is None:
+        streamed = {name: value + reads_of[name] * costs.passed for name, value in seconds.items()}
     on_cpu = parts.few.device.type == "cpu"
     weights, held = costs.parameters * costs.itemsize, _held(costs, whole)
+    if placement.stream:  # one block is in memory, and the next one
+        weights -= round((1 - 2 / whole.layers) * costs.block_parameters * costs.itemsize)
     libraries = LIBRARIES["cpu" if on_cpu else "cuda"]
     return EstimateRecord(
         **costs.described(parts),
-        parts={name: value for name, value in seconds.items() if value},
+        parts=streamed if placement.stream else seconds,
+        streamed=streamed,
         gpu=0 if on_cpu else round(weights + held),
         ram=round(libraries + weights + (held if on_cpu else 0)),
         disk=0,

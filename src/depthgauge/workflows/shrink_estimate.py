@@ -4,7 +4,6 @@ The parts have the names of `ShrinkRecord.durations`. Everything is counted in w
 that pass the head; `PartCosts` has the seconds of both.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -41,8 +40,14 @@ _REFIT = 5.0
 """Least squares of a block, in forward passes: three of them, and the products of the features."""
 _REPAIRED = 0.35
 """Share of the weights of a block that the repair changes: the last maps of its sublayers."""
+_MOVES = 6
+"""How often the changed weights are copied: the original ones, before and after each stage, to the disk, and back."""
 _WRITTEN = 1e9
-"""Bytes that are written per second."""
+"""Bytes that are written or copied per second."""
+PROCESSES = (2, 4, 8)
+"""Numbers of processes for which a run is estimated too."""
+_DIVIDED = ("dense model", "search", "repair and comparison", "healing", "certification")
+"""The parts of a run that processes divide among them."""
 ADVISED_STEPS = 200
 """Steps of healing that a result without healing tells the cost of."""
 
@@ -117,24 +122,29 @@ class Work:
 
     def streamed(self, costs: PartCosts) -> float:
         """Return the seconds of a run that reads the weights in every pass over the blocks."""
-        return self.resident(costs) + self.passes * costs.files / (costs.read_speed or math.inf)
+        return self.resident(costs) + self.passes * costs.passed
+
+    def divided(self, costs: PartCosts, processes: int) -> float:
+        """Return the seconds of a run whose windows are divided over processes."""
+        return self.seconds + (self.resident(costs) - self.seconds) / processes
 
 
 def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
     """Return the work of every part of a run, in order; parts that a run does not have are left out."""
     effort, sizes = job.effort, len(job.counts)
     parts = {
-        "loading": Work(8, 8, costs.load, 1),
+        "loading": Work(8, 8, costs.load + costs.hashed, 1),
         "calibration windows": Work() if job.streams else Work(seconds=_sampling(job, costs)),
-        "dense model": Work(effort.fit + effort.select + 4, effort.select + 4, passes=1),
+        "dense model": Work(effort.fit + effort.select + 4, effort.select + 4, passes=2),
         "search": Work() if job.is_given else _search(job),
-        "repair and comparison": _compared(job),
+        "repair and comparison": _compared(job, costs),
     }
     if job.makes != PLAN:
         kept = job.kept
-        everything = Work(job.certify, job.certify, passes=1)
+        reads = -(-job.certify // costs.batch)
+        everything = Work(job.certify, job.certify, passes=reads)
         tasks = job.task_tokens / job.window
-        made = Work(kept * job.certify, job.certify, passes=kept)
+        made = Work(kept * job.certify, job.certify, passes=kept * reads)
         if job.healed and not job.streams:
             windows = heal_windows(job.healed, effort, job.window)
             parts["healing"] = _times(sizes, Work(kept * windows, windows))
@@ -144,12 +154,14 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
             parts["speed"] = _times(sizes, Work(_SPEED_RUNS * (1 + kept) / 2, 0, spoken * (1 + kept) / 2))
         if tasks:
             parts["tasks"] = Work(tasks * (1 + sizes * kept), tasks * (1 + sizes))
-        load, spoken = kept * costs.load, 4 * NEW_TOKENS * kept * costs.token
+        # The new process computes the windows one by one, and both processes hash all tensors.
+        slower = kept * job.certify * max(0.0, costs.token - costs.window)
+        load, spoken = kept * (costs.load + 2 * costs.hashed), 4 * NEW_TOKENS * kept * costs.token
         if job.makes == GGUF:
             parts["reading the file back"] = _times(sizes, Work(4, 4, load, kept))
         elif job.makes == DIRECTORY:
             parts["writing"] = _times(sizes, Work(seconds=kept * job.stored * costs.parameters / _WRITTEN))
-            parts["check in a new process"] = _times(sizes, made + Work(4, 4, load + spoken))
+            parts["check in a new process"] = _times(sizes, made + Work(4, 4, load + spoken + slower))
     return {name: work for name, work in parts.items() if work != Work()}
 
 
@@ -170,11 +182,13 @@ def _search(job: ShrinkJob) -> Work:
     ranked = effort.ranking * (breadth * (most + sizes) + sizes * effort.swaps)
     measured = effort.select * (most + exchanged)
     return Work(
-        0.5 * (first + ranked) + 0.6 * measured, first + ranked + measured, passes=1 + 2 * most + sizes + 2 * exchanged
+        0.5 * (first + ranked) + 0.6 * measured,
+        first + ranked + measured,
+        passes=0.6 * (1 + 2 * most + sizes + 2 * exchanged),
     )
 
 
-def _compared(job: ShrinkJob) -> Work:
+def _compared(job: ShrinkJob, costs: PartCosts) -> Work:
     """The sets of blocks without repair, and the repair of the best ones, from their first gap on."""
     effort, after = job.effort, _AFTER * job.kept
     bare = Work(0.5 * 4 * effort.select, 4 * effort.select, passes=1)
@@ -183,7 +197,8 @@ def _compared(job: ShrinkJob) -> Work:
     repair = Work(
         after * (_REFIT * effort.fit + (1 + _BACKWARD) * trained + 2 * effort.select),
         3 * trained + 2 * effort.select,
-        passes=2,
+        seconds=_MOVES * after * _REPAIRED * costs.block_parameters * costs.itemsize / _WRITTEN,
+        passes=5 * after,
     )
     return _times(len(job.counts), bare + _times(job.finalists, repair))
 
@@ -258,14 +273,20 @@ def estimate_shrink(
         task_tokens=task_tokens,
     )
     streamed = {}
-    if costs.read_speed is not None:
+    if source is not None and source.gguf is None:
         streamed = {name: one.streamed(costs) for name, one in work_of(replace(job, streams=True), costs).items()}
-    resident = {name: one.resident(costs) for name, one in work_of(job, costs).items()}
+    work = work_of(job, costs)
+    resident = {name: one.resident(costs) for name, one in work.items()}
+    divided = {
+        str(count): sum(one.divided(costs, count if name in _DIVIDED else 1) for name, one in work.items())
+        for count in PROCESSES
+    }
     gpu, ram, disk = _bytes(replace(job, streams=placement.stream), costs, parts.few.device.type)
     return EstimateRecord(
         **costs.described(parts),
         parts=streamed if placement.stream else resident,
         streamed=streamed,
+        processes=divided,
         at_most=settings.heal == "auto",
         gpu=round(gpu),
         ram=round(ram),
