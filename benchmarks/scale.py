@@ -8,8 +8,7 @@ memory is what all processes took from the device while it ran, its peak of RAM 
 that it mapped. Each row has the estimate that the command made before it began.
 
 `--shape 70b` writes four blocks, and `--rows step` measures one removal step on them. The estimate of the same step on
-all 80 blocks is printed too: its directory has the configuration of the whole model, and links to the files of the four
-blocks.
+all 80 blocks is printed too, from the configuration alone; for it, the disk is as fast as memory.
 """
 
 import argparse
@@ -50,7 +49,9 @@ ROWS = {
 LIMITS = {"limited": lambda weights: 1.3 * weights, "stream": lambda _: 24e9, "step": lambda _: 40e9}
 """Rows in which only so many bytes of GPU memory are left to the command; the rest is taken before it starts."""
 WATCHED = """
-import json, sys, threading, time, torch
+import json, os, sys, threading, time
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # as the command line does, before torch begins
+import torch
 from depthgauge.cli.main import main
 
 def anonymous():
@@ -103,19 +104,12 @@ def make_model(shape: str, folder: Path, device: str) -> None:
 
 
 def whole_model(shape: str, written: Path) -> Path:
-    """Return a directory of the whole model for estimates: its configuration, and links to the written blocks."""
+    """Return a directory with the configuration of the whole model, for estimates."""
     folder = written.with_name(f"{written.name}-whole")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for path in written.iterdir():
-        if not path.name.startswith("model"):
-            shutil.copy(path, folder)
+    folder.mkdir(exist_ok=True)
     config = json.loads((written / "config.json").read_text("utf-8"))
-    layers = config["num_hidden_layers"] = SHAPES[shape]["num_hidden_layers"]
+    config["num_hidden_layers"] = SHAPES[shape]["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    for copy in range(layers // WRITTEN[shape]):
-        for path in written.glob("model*.safetensors"):
-            (folder / f"{path.stem}-{copy}.safetensors").symlink_to(path.resolve())
     return folder
 
 
@@ -161,7 +155,7 @@ def main() -> int:
     for row in options.rows.split(","):
         one = measure(row, model, options.text, options.work, weights) | {"shape": options.shape, "weights": weights}
         found.append(one)
-        share, expected = one["gpu"] / weights, sum((one["estimate"] or {"parts": {}})["parts"].values())
+        share, expected = one["gpu"] / weights, sum(one["estimate"]["parts"].values())
         print(
             f"{row}: {one['whole']:.0f} s (estimate {expected:.0f} s), GPU {one['gpu'] / 1e9:.1f} GB "
             f"({share:.2f} of the weights), RAM {one['ram'] / 1e9:.1f} GB",

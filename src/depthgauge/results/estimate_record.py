@@ -17,7 +17,8 @@ class EstimateRecord(Record, frozen=True, kw_only=True):
     - `streamed`: the same for a run that reads the weights from disk in every pass over the blocks, in place of keeping
       them in memory. A run of `shrink` then samples no text, trains no weights and measures no speed. Without weight
       files to read, this is the time of a disk that is as fast as memory
-    - `processes`: the seconds of a run in 2, 4 and 8 processes, each with a device of its own
+    - `processes`: the seconds of a run of `shrink` in 2, 4 and 8 processes, each with a device of its own; empty where
+      the weights are streamed
     - `at_most`: whether the run may be shorter, because it trains as long as that helps
     - `gpu`, `ram`, `disk`: the largest number of bytes that are taken at a time; the check in a new process is included
     - `parameters`, `layers`, `window`: the size of the model, and the tokens of a window

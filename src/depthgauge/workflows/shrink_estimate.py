@@ -286,7 +286,7 @@ def estimate_shrink(
         **costs.described(parts),
         parts=streamed if placement.stream else resident,
         streamed=streamed,
-        processes=divided,
+        processes={} if placement.stream else divided,
         at_most=settings.heal == "auto",
         gpu=round(gpu),
         ram=round(ram),

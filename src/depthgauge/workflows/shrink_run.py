@@ -285,7 +285,7 @@ class ShrinkRun:
         work, settings, known = self.evaluation, self.settings, found.checkpoint
         tasks = 0 if work is None else task_tokens(work.tasks, found.tokenizer, work.settings.limit)
         given = found.read if isinstance(found.read, GivenWindows) else None
-        kind = loader_of(found.config, found.source) if known is None else (type(known.model), known.objective)
+        kind: Any = loader_of(found.config, found.source) if known is None else (type(known.model), known.objective)
         try:
             whole = describe_model(found.source, found.config, *kind, found.placement)
             made = estimate_shrink(whole, given, settings, found.placement, self.followed, found.stored, makes, tasks)
