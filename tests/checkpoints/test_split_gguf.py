@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_gguf import write_gguf
+from transformers import LlamaConfig
 
 from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import file_digests, find, gguf_metadata, piece_names, weight_bytes
-from depthgauge.checkpoints.stored_weights import count_parameters
+from depthgauge.checkpoints.stored_weights import count_parameters, stored_dtype
 from depthgauge.errors import InputError
 from depthgauge.workflows.gauge import gauge
 from depthgauge.workflows.shrink import shrink
@@ -114,3 +115,8 @@ def test_names_that_are_no_pieces() -> None:
     for name in ("m.gguf", "m-00000-of-00003.gguf", "m-00004-of-00003.gguf", "m-1-of-3.gguf", "m-00001-OF-00003.gguf"):
         assert piece_names(name) == [name]
     assert piece_names("M-00001-of-00001.GGUF") == ["M-00001-of-00001.GGUF"]
+
+
+def test_a_gguf_file_has_no_dtype_of_its_own(folder: Path) -> None:
+    """Its weights are dequantized; an estimate asks for their dtype before they are."""
+    assert stored_dtype(LlamaConfig(dtype=None), find(folder / "whole.gguf")) is None

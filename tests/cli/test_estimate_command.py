@@ -33,7 +33,9 @@ def test_tables_and_documents(bare: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert code == 0
     for word in ("calibration windows", "check in a new process", "memory: ", "disk: ", "→ about "):
         assert word in out, word
-    assert "streamed" not in out  # there are no weight files to read
+    assert "several processes, each with a device of its own: " in out
+    assert "streamed: " in out
+    assert "the disk gives" not in out  # there are no weight files to read
     code, out, _ = run(monkeypatch, capsys, *asked, "--json", "--plan-only", "plan.json")
     found = json.loads(out)
     assert found["schema"] == "depthgauge.estimate/1"

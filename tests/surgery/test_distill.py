@@ -116,11 +116,11 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("free", "place"), [({"meta": 999, "cpu": 0}, "meta"), ({"meta": 0, "cpu": 999}, "cpu"), ({}, None)]
+    ("free", "found"), [({"meta": 336}, (True, False)), ({"meta": 335, "cpu": 336}, (False, True))]
 )
-def test_the_moments_are_kept_where_there_is_room(
-    free: dict[str, int], place: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_moments_need_sixteen_bytes_for_each_weight(
+    free: dict[str, int], found: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "free_memory", lambda device: free.get(device.type, 0))
-    found = training.optimizer_device([nn.Parameter(torch.empty(3, 7, device="meta"))])
-    assert found == (None if place is None else torch.device(place))
+    weights = [nn.Parameter(torch.empty(3, 7, device="meta"))]
+    assert (training.has_room(weights), training.has_room(weights, torch.device("cpu"))) == found

@@ -76,6 +76,19 @@ def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> No
     assert subject["verdict"].startswith("3 layers; skipping layer ")
 
 
+def test_the_result_has_what_was_expected_and_what_was_taken(folders: dict[str, Path], corpus: Path) -> None:
+    found = dg.gauge(folders["llama"], text=corpus, tokens=48, **SMALL)
+    streamed = dg.gauge(folders["llama"], text=corpus, tokens=48, **SMALL, stream=True)
+    assert found.seconds is not None
+    assert found.seconds > 0
+    for result in (found, streamed):
+        assert result.estimate is not None
+        assert {*result.estimate.parts} == {*result.estimate.streamed} >= {"loading", "heads", "what-ifs"}
+    assert found.estimate.seconds < sum(found.estimate.streamed.values())
+    network = dg.gauge(dg.random_network(layers=2, heads=1, dim=4, eta=0.01), samples=1, tokens=4)
+    assert (network.estimate, network.seconds) == (None, None)
+
+
 def test_numbers_are_those_of_the_parts(folders: dict[str, Path], corpus: Path) -> None:
     subject = subject_of(folders["llama"], corpus)
     model = tiny_model("llama")

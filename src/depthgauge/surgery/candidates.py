@@ -17,7 +17,7 @@ from depthgauge._format import size_text
 from depthgauge._io import write_tensors
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage
-from depthgauge.surgery.distill import TRAINING, distill, optimizer_device
+from depthgauge.surgery.distill import TRAINING, distill, has_room
 from depthgauge.surgery.repair import is_linear, output_maps, refit_block
 from depthgauge.surgery.shrinker import Removed, Shrinker
 
@@ -165,7 +165,8 @@ class Candidates:
         """Return whether weights can be trained: all of the model must be in memory, with `TRAINING` bytes for each."""
         if self.shrinker.checkpoint.stream is not None:
             return False
-        if all(self.shrinker.runner.ranks.exchanged(optimizer_device(weights) is not None)):
+        fits = has_room(weights) or has_room(weights, torch.device("cpu"))
+        if all(self.shrinker.runner.ranks.exchanged(fits)):
             return True
         needed = TRAINING * sum(weight.numel() for weight in weights)
         self.notes = (f"the repair did not train weights: this needs {size_text(needed)} of memory",)

@@ -7,6 +7,7 @@ head.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -67,11 +68,12 @@ def distill(
     apart = _divergence if runner.checkpoint.objective in BY_TARGETS else _distance
     rate = RATE / math.sqrt(states.shape[-1])
     # Small steps vanish in half precision, so AdamW works on float32 copies.
-    ranks, home = runner.ranks, optimizer_device(parameters) or torch.device("cpu")
-    if "cpu" in ranks.exchanged(home.type):  # the gradients of all processes are added on one kind of device
+    ranks, home = runner.ranks, None if has_room(parameters) else torch.device("cpu")
+    if any(ranks.exchanged(home is not None)):  # the gradients of all processes are added on one kind of device
         home = torch.device("cpu")
-    masters = [weight.detach().to(home, torch.float32, copy=True) for weight in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=home.type in _FUSED)
+    masters = [weight.detach().to(home or weight.device, torch.float32, copy=True) for weight in parameters]
+    fused = masters[0].device.type in _FUSED
+    optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
     batch = windows_per_step(tokens, fit.windows, states.shape[1])
     order = _order(fit.windows, steps * batch, seed)
     first = _load(student.journal.loaded(saved), masters, parameters, optimizer)
@@ -120,11 +122,12 @@ def windows_per_step(tokens: int, windows: int, window: int) -> int:
     return max(1, min(tokens // window, windows // SHARE))
 
 
-def optimizer_device(parameters: Sequence[nn.Parameter]) -> torch.device | None:
-    """Return where the copies and moments of AdamW have room: the device of the weights, main memory, or nowhere."""
-    needed, device = TRAINING * sum(weight.numel() for weight in parameters), parameters[0].device
-    places = dict.fromkeys([device, torch.device("cpu")])
-    return next((place for place in places if needed <= free_memory(place)), None)
+def has_room(weights: Sequence[nn.Parameter], on: torch.device | None = None) -> bool:
+    """Return whether the copies and moments of AdamW have room on a device; by default where their weights are."""
+    needed = Counter[torch.device]()
+    for weight in weights:
+        needed[on or weight.device] += TRAINING * weight.numel()
+    return all(count <= free_memory(device) for device, count in needed.items())
 
 
 @contextmanager
