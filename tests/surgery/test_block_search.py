@@ -71,7 +71,7 @@ def test_one_pass_over_the_blocks_measures_all_sets(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(
             work.runner, "block", lambda layer, x, inputs=None: (applied.append(layer), apply(layer, x))[1]
         )
-        monkeypatch.setattr(work.runner, "batch", 10**6)
+        monkeypatch.setattr(work.runner.batches, "size", 10**6)
         found = work.means_without(sets)
         assert applied == [*range(1, 6)]
         assert work.means_without(sets) == found
