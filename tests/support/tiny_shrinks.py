@@ -7,7 +7,7 @@ import torch
 from tiny_checkpoints import save_tokenizer
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.workflows.shrink import ShrinkResult, shrink
 
 LAYERS = 4
@@ -29,5 +29,9 @@ def quick(model: Any, text: Path | None, **changes: Any) -> ShrinkResult:
 
 def without_estimate(monkeypatch: Any) -> None:
     """Leave out the estimate before a run, which times blocks of a small model."""
-    monkeypatch.setattr("depthgauge.workflows.gauge_checkpoint._say_estimate", lambda *_: None)
+
+    def refuse(*_: Any) -> None:
+        raise CheckpointError("not estimated")
+
+    monkeypatch.setattr("depthgauge.workflows.gauge_checkpoint.estimate_gauge", refuse)
     monkeypatch.setattr("depthgauge.workflows.shrink_run.ShrinkRun._estimate", lambda *_: None)
