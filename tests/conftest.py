@@ -9,10 +9,12 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from beartype import BeartypeConf, beartype
+import typer
+from beartype import BeartypeConf, FrozenDict, beartype
 from forked import ForkedScript
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
@@ -34,7 +36,9 @@ if os.environ.get("DEPTHGAUGE_ANNOTATIONS"):
     # This must run before the rest of the package is imported. It enforces all annotations of the package, including
     # tensor shapes. As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
     _checker = ModuleType("enforced_annotations")
-    _checker.checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
+    # typer passes an object of another class than the one that its users must name.
+    _conf = BeartypeConf(is_pep484_tower=True, hint_overrides=FrozenDict({typer.Context: Any}))
+    _checker.checked = beartype(conf=_conf)  # type: ignore[attr-defined]
     sys.modules[_checker.__name__] = _checker
     install_import_hook("depthgauge", "enforced_annotations.checked")
 

@@ -285,9 +285,9 @@ class ShrinkRun:
         work, settings, known = self.evaluation, self.settings, found.checkpoint
         tasks = 0 if work is None else task_tokens(work.tasks, found.tokenizer, work.settings.limit)
         given = found.read if isinstance(found.read, GivenWindows) else None
-        kind: Any = loader_of(found.config, found.source) if known is None else (type(known.model), known.objective)
+        kind, objective = (type(known.model), known.objective) if known else loader_of(found.config, found.source)
         try:
-            whole = describe_model(found.source, found.config, *kind, found.placement)
+            whole = describe_model(found.source, found.config, kind, objective, found.placement)
             made = estimate_shrink(whole, given, settings, found.placement, self.followed, found.stored, makes, tasks)
         except CheckpointError:  # such as a structure that cannot be built with a few blocks; loading says more
             return None
