@@ -21,13 +21,14 @@ from tiny_models import tiny_model, tokens
 from tiny_shrinks import LAYERS, quick, without_estimate
 from transformers import PreTrainedModel
 
-from depthgauge.checkpoints import dense_states
+from depthgauge.checkpoints import dense_states, layers
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.source import find, weight_bytes
 from depthgauge.errors import OutputError
+from depthgauge.surgery import write_shrunk
 from depthgauge.workflows.shrink import ShrinkResult
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
@@ -143,6 +144,33 @@ def test_a_disk_without_room_for_all_outputs_is_reported_first(
         quick(folder / "model", folder / "text.txt", sizes="1,2", out=tmp_path / "out", message=said.append)
     assert said == []  # not even that the weights are loaded
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("run", ["loaded"], indirect=True)
+def test_a_model_without_room_beside_the_source_is_checked_on_what_is_left(
+    run: Callable[..., ShrinkResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, verify = list[str](), write_shrunk.verify_reload
+
+    def watched(*given: Any, **named: Any) -> Any:
+        devices.append(named["device"])
+        return verify(*given, **named)
+
+    monkeypatch.setattr(write_shrunk, "verify_reload", watched)
+    beside = run(out=tmp_path / "beside").record
+    monkeypatch.setattr(write_shrunk, "free_memory", lambda device: 0)
+    alone = run(out=tmp_path / "alone").record
+    assert devices == ["cpu", "auto"]
+    assert alone.loss.shrunk == pytest.approx(beside.loss.shrunk, rel=1e-5)
+    ours, theirs = weights_of(tmp_path / "alone"), weights_of(tmp_path / "beside")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_batch_takes_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    most = layers.batch_size(model, 8, loss=True)
+    monkeypatch.setattr(layers, "free_memory", lambda device: 16 * 4 * 8 * 8 * model.config.hidden_size * 3)
+    assert layers.batch_size(model, 8, loss=True) == 3 < most
 
 
 def test_states_without_room_in_memory_are_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

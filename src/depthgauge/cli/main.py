@@ -81,7 +81,7 @@ def main() -> None:
 
     Errors are one sentence. Of the processes that torchrun starts, one prints.
     """
-    # Caches of keys and values grow by one token at a time; without this, torch keeps many times their memory.
+    # Caches of keys and values grow by one token at a time: let the memory that torch takes for them grow too.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     launch = LaunchedCommand()
     if isinstance(sys.stdout, io.TextIOWrapper):
