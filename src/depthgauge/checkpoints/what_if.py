@@ -76,14 +76,7 @@ def edited_losses(
 ) -> Iterator[dict[Edits, Float[Tensor, " windows"]]]:
     """Yield the objective of edited models on some windows, for as many models at a time as fit into memory.
 
-    Args:
-        objective: the objective.
-        dense: the windows, the blocks of the model, and the states of the dense model.
-        models: the edits of each model.
-        windows: the first windows, on which they are measured.
-        experts: needed for the what-if `expert`.
-        progress: called at every block, with `label` and the block.
-        label: what is measured.
+    `experts` is needed for the what-if `expert`. `progress` is called at every block, with `label` and the block.
     """
     ranks, ordered = dense.runner.ranks, sorted(models)
     windows = ranks.among(windows)

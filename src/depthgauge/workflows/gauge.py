@@ -136,14 +136,8 @@ def expect_gauge(
 ) -> EstimateRecord:
     """Estimate what `gauge` would take on a checkpoint, without weights: those on the hub are not downloaded.
 
-    Args:
-        target: a directory with a config.json, a GGUF file, or a name on the hub.
-        options: what `gauge` would do.
-        message: called with a sentence where there is something to tell.
-        **fields: any option of `GaugeOptions` by name; overrides `options`.
-
-    Raises:
-        InputError: the target or an option cannot be used, or no blocks can be built from its configuration.
+    The arguments are those of `gauge`. An InputError says that the target or an option cannot be used, or that no
+    blocks can be built from its configuration.
     """
     found, asked = resolve_target(target), make_options(options, fields)
     asked.refuse_other_kind(found.kind, found.description)
