@@ -1,11 +1,15 @@
 """Tiny models of every family after a short training: random weights say nothing about which blocks matter."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tiny_models import ENCODERS, tiny_model
 from tiny_training import VOCABULARY, batches
+
+from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.surgery.shrinker import Shrinker
 
 FIRST = 3
 """The smallest token id that is not special."""
@@ -42,3 +46,13 @@ def _stream(steps: int) -> Iterator[torch.Tensor]:
         if step == steps:
             return
         yield ids + FIRST
+
+
+def objective_of(shrinker: Shrinker, model: Any) -> float:
+    """Return the mean objective of a complete transformers model on the selection windows."""
+    runner, inputs = shrinker.runner, shrinker.select.inputs
+    checkpoint = replace(runner.checkpoint, model=model)
+    with torch.no_grad():
+        output = model_output(checkpoint, inputs)
+        dense = runner.output(runner.on_device(shrinker.select.final), inputs)
+    return float(window_losses(checkpoint.objective, output, inputs, dense).mean())
