@@ -25,22 +25,11 @@ class GaugeResult(GaugeRecord, frozen=True, kw_only=True):
     """The result of `gauge`: a record of subjects that can be saved, tabulated and drawn."""
 
     def save(self, path: str | Path) -> None:
-        """Write the result document to a JSON file, atomically; a file that exists is replaced.
-
-        Args:
-            path: the file.
-        """
+        """Write the result document to a JSON file, atomically; a file that exists is replaced."""
         write_text(path, self.dump())
 
     def report(self, path: str | Path) -> Path:
-        """Write the result as one self-contained HTML page (extra `report`).
-
-        Args:
-            path: the page to write.
-
-        Returns:
-            The path of the page.
-        """
+        """Write the result as one self-contained HTML page (extra `report`), and return its path."""
         return write_report(self, path)
 
 
@@ -150,10 +139,7 @@ def expect_gauge(
 
 
 def load_result(path: str | Path) -> GaugeResult:
-    """Read a result that `GaugeResult.save` or `depthgauge gauge --out` wrote.
-
-    Args:
-        path: the JSON file.
+    """Read a result that `GaugeResult.save` or `depthgauge gauge --out` wrote to a JSON file.
 
     Raises:
         ResultError: the file is not a result; the message names the place that does not fit.

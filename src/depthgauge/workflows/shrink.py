@@ -87,14 +87,7 @@ class ShrinkResult:
         return write_shrunk(self.model, self.record, self.certifier, checkpoint, tokenizer, out, overwrite=overwrite)
 
     def report(self, path: str | Path) -> Path:
-        """Write the result as one self-contained HTML page (extra `report`).
-
-        Args:
-            path: the page to write.
-
-        Returns:
-            The path of the page.
-        """
+        """Write the result as one self-contained HTML page (extra `report`), and return its path."""
         return write_report(self.record, path)
 
 
