@@ -1,6 +1,7 @@
 """Models whose weights stay on the disk compute what they compute in memory."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from torch import nn
 import depthgauge as dg
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.circuits import HeadWeights
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.stream import Stream, reader
 from depthgauge.errors import InputError
+from depthgauge.progress import silent
+from depthgauge.workflows import gauge_checkpoint
+from depthgauge.workflows.gauge_checkpoint import measure_weights
 
 STREAMED = Placement(device="cpu", stream=True)
 
@@ -124,6 +129,21 @@ def test_one_block_at_a_time_is_on_the_device(tmp_path: Path) -> None:
     assert torch.equal(output(checkpoint), expected)
     assert elsewhere == [{layer} for layer in range(len(blocks))]
     assert all(weight.data_ptr() == place for weight, place in stored.items())
+
+
+def test_the_sizes_of_weights_are_computed_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = loaded(saved(tmp_path, "llama"))
+    blocks = blocks_of(checkpoint)
+    stored = {weight: weight.data_ptr() for block in blocks for weight in block.parameters()}
+    elsewhere = []
+
+    def look(checkpoint: Checkpoint, block: nn.Module) -> list[HeadWeights]:
+        elsewhere.append(all(weight.data_ptr() != stored[weight] for weight in block.parameters()))
+        return []
+
+    monkeypatch.setattr(gauge_checkpoint, "head_weights", look)
+    measure_weights(replace(checkpoint, stream=Moving(blocks, torch.device("cpu"))), silent)
+    assert elsewhere == [True] * len(blocks)
 
 
 def test_a_copy_made_in_advance_is_not_used_after_a_change(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
 import inspect
-import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
@@ -114,6 +113,10 @@ class Checkpoint:
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
         return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {layers}, {self.objective!r})"
+
+    def resident(self, layer: int) -> AbstractContextManager[None]:
+        """Keep the weights of a block on the device, where they would be brought for every call."""
+        return nullcontext() if self.stream is None else self.stream.resident(layer)
 
     @property
     def measured(self) -> Any:
@@ -417,24 +420,6 @@ def check_memory(source: Source, placement: Placement, described: int = 0) -> No
             f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
             f"are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
-
-
-def free_memory(device: torch.device | None = None) -> int:
-    """Return the free memory of a GPU, or else this process's share of that of the system or its control group."""
-    if device is not None and device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        pages = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        limit = used = "max"
-    free = pages if limit == "max" else min(pages, max(0, int(limit) - int(used)))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the processes that torchrun has started here
 
 
 def context_length(config: Any) -> int | None:

@@ -210,7 +210,8 @@ def measure_weights(
 
     def of_layer(layer: int) -> list[CircuitSizes]:
         progress(layer, len(stack), f"weights of layer {layer}")
-        return [circuit_sizes(head) for head in head_weights(checkpoint, stack.blocks[layer])]
+        with checkpoint.resident(layer):
+            return [circuit_sizes(head) for head in head_weights(checkpoint, stack.blocks[layer])]
 
     return ranks.each(of_layer, len(stack.blocks)), []
 

@@ -64,7 +64,7 @@ def estimate_gauge(
         window = usual_window(tokens, context) if asked.window is None else asked.window
         example, windows = torch.zeros(1, window, dtype=torch.long), max(1, tokens // window)
     parts = few_blocks(whole, placement)
-    costs = measure_costs(parts, example, together=False)
+    costs = measure_costs(parts, example, together=False, streams=placement.stream)
     seconds = {"loading": costs.load + 4 * costs.window, "weights": _weights(parts)}
     reads_of = {"loading": 1, "weights": 1}
     if not asked.weights_only:
