@@ -1,8 +1,11 @@
 """Models whose weights stay on the disk compute what they compute in memory."""
 
+import gc
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 from tiny_models import tokens
 from torch import nn
+from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 import depthgauge as dg
 from depthgauge.checkpoints import load
@@ -55,10 +59,53 @@ def test_a_streamed_model_computes_what_it_computes_in_memory(name: str, tmp_pat
     assert torch.equal(output(streamed), output(resident))
 
 
-def test_a_gguf_file_is_not_streamed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_a_gguf_file_is_unpacked_block_by_block(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one block is in memory, the numbers are those of a model in memory, and nothing is left behind."""
+    file, temporary = tmp_path / "model.gguf", tmp_path / "temporary"
+    write_gguf(file, add_bos=False, family=family, types={"ffn_down": "Q8_0"})
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    unpack, together = gguf_utils.load_gguf_checkpoint, list[set[str]]()
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        found = unpack(*args, **keywords)
+        if found.get("tensors"):
+            together.append({name.split(".")[2] for name in found["tensors"] if ".layers." in name})
+        return found
+
+    monkeypatch.setattr(gguf_utils, "load_gguf_checkpoint", counted)
+    streamed = loaded(file)
+    assert sorted(map(sorted, together)) == [[], ["0"], ["1"], ["2"]]
+    assert streamed.source == find(file)
+    assert len([*temporary.glob("depthgauge-*/*.safetensors")]) == 4
+    assert torch.equal(output(streamed), output(loaded(file, Placement(device="cpu"))))
+    assert loaded(file, replace(STREAMED, dtype="bfloat16")).model.dtype == torch.bfloat16
+    del streamed
+    gc.collect()
+    assert not [*temporary.glob("depthgauge-*")]
+
+
+def test_a_disk_without_room_for_an_unpacked_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "model.gguf", add_bos=False)
-    with pytest.raises(CheckpointError, match="unpacks GGUF files in memory; give the directory"):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"unpacked, it takes .*, and 1 kB are free .*; set TMPDIR to"):
         loaded(tmp_path / "model.gguf")
+
+
+@pytest.mark.usefixtures("forked_verification")
+def test_shrink_writes_the_same_gguf_file_with_streamed_weights(tmp_path: Path) -> None:
+    file, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    write_gguf(file, add_bos=False, layers=5)
+    text.write_text(text_of(30_000), encoding="utf-8")
+    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "force": True, "device": "cpu"}
+    repaired = dg.shrink(file, **asked, stream=True, out=tmp_path / "repaired.gguf").record
+    assert repaired.stages[0] == dg.shrink(file, **asked, sampled=0.0).record.stages[0]
+    asked |= {"no_repair": True}
+    streamed = dg.shrink(file, **asked, stream=True, out=tmp_path / "streamed.gguf").record
+    resident = dg.shrink(file, **asked, sampled=0.0, out=tmp_path / "resident.gguf").record
+    assert (streamed.removed, streamed.loss) == (resident.removed, resident.loss)
+    assert (tmp_path / "streamed.gguf").read_bytes() == (tmp_path / "resident.gguf").read_bytes()
 
 
 def changed_bytes(file: Path) -> int:

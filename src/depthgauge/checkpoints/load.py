@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
+from depthgauge.checkpoints.unpack_gguf import unpack_gguf
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -303,7 +305,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     if placement.stream:
         _require_streamable(source, config, placement)
         places = stream_map(skeleton, layers, device, source.target)
-        folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that transformers converts
+        folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that are unpacked or converted
         keywords |= {"device_map": places, "offload_folder": folder.name}
     elif placement.device_map is not None:
         keywords["device_map"] = placement.device_map
@@ -313,9 +315,14 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     with ExitStack() as at_failure:
+        files = source
         if folder is not None:
             at_failure.callback(folder.cleanup)
-        model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
+            if source.gguf is not None:
+                wanted = wanted if isinstance(wanted, torch.dtype) else torch.float32
+                files = unpack_gguf(source, skeleton, Path(folder.name), wanted)
+                keywords |= {"dtype": wanted, "use_safetensors": True}
+        model, found = _from_pretrained(chosen, "weights", files, placement, **keywords)
         source.close()
         _refuse_misfits(source, config, model, found, placement.ignore_unused)
         at_failure.pop_all()
@@ -333,8 +340,7 @@ def _require_streamable(source: Source, config: Any, placement: Placement) -> No
     """Raise unless the weights of a checkpoint can be left on the disk."""
     for given, reason in (
         (placement.device_map, "--device-map loads all weights; leave it out"),
-        (placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
-        (source.gguf, "transformers unpacks GGUF files in memory; give the directory that the file was made from"),
+        (source.gguf is None and placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
         (source.pickled, "its weights are pickled; save them as safetensors first"),
         (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
     ):
@@ -364,7 +370,10 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
         with suppress(CheckpointError):
             _require_streamable(source, config, streamed)
             if streamed_bytes(skeleton, layers) <= free_memory(device):
-                message(f"the weights do not fit into the free memory of {device}: they are streamed, block by block")
+                where = "" if source.gguf is None else f", after they are unpacked into {tempfile.gettempdir()}"
+                message(
+                    f"the weights do not fit into the free memory of {device}: they are streamed, block by block{where}"
+                )
                 return streamed
         raise
     return placement

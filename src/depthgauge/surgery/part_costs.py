@@ -45,7 +45,7 @@ _TOGETHER = 8
 """The most windows that are timed together on a CPU."""
 _CONVERTED = 1e-9
 """Seconds in which a parameter is converted to its dtype and checked on a CPU."""
-_UNPACKED = 1.2e-7
+_UNPACKED = 4e-8
 """Seconds in which a parameter of a GGUF file is unpacked."""
 _OPENED = 3.0
 """Seconds that the configuration, the tokenizer and the texts take."""
@@ -269,8 +269,9 @@ def measure_costs(
     parameters, source, width = parameter_count(whole.model), whole.source, int(config.hidden_size)
     files = 0 if source is None or not weight_files(source) else weight_bytes(source)
     read, hashed, copied = file_speeds(source if files else None, few.device)
-    unpacked = _UNPACKED if source is not None and source.gguf is not None else _CONVERTED if on_cpu else 0.0
-    stored = files or parameters * size
+    is_packed = source is not None and source.gguf is not None
+    unpacked = _UNPACKED if is_packed else _CONVERTED if on_cpu else 0.0
+    stored = parameters * size if is_packed or not files else files
     is_cached = stored < free_memory()  # what was read once stays in memory
     return PartCosts(
         blocks=blocks,

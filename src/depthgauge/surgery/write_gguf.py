@@ -130,15 +130,16 @@ def provenance(layout: GgufLayout, name: str, sha256: str, removed: Sequence[int
 
 
 @torch.no_grad()
-def check_written(path: Path, out: str | Path, model: Any) -> None:
+def check_written(path: Path, out: str | Path, model: Any, stream: bool = False) -> None:
     """Read a written file with transformers and raise unless every weight equals that of the model in memory.
 
     Args:
         path: the file.
         out: the name that it will have.
         model: the model in memory, whose weights are those that the file should hold.
+        stream: whether the weights of the file have no room in memory.
     """
-    placement = Placement(dtype=str(model.dtype).removeprefix("torch."), device="cpu")
+    placement = Placement(dtype=str(model.dtype).removeprefix("torch."), device="cpu", stream=stream)
     try:
         read = load_model(Source(path.parent, path.name), model.config, placement).model.state_dict()
     except CheckpointError as error:

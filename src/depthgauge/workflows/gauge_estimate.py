@@ -78,7 +78,7 @@ def estimate_gauge(
         reads_of |= {"heads": windows, "what-ifs": len(request.kinds)}
     seconds = {name: value for name, value in seconds.items() if value}
     streamed = {}
-    if source is not None and source.gguf is None:
+    if source is not None:
         streamed = {name: value + reads_of[name] * costs.passed for name, value in seconds.items()}
     on_cpu = parts.few.device.type == "cpu"
     weights, held = costs.parameters * costs.itemsize, _held(costs, whole)

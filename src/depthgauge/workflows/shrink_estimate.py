@@ -308,7 +308,7 @@ def estimate_shrink(
         if TRAINING * _trained(job, costs) > costs.room - there:
             job = replace(job, update=update_time(device))
     streamed = {}
-    if source is not None and source.gguf is None:
+    if source is not None:
         streamed = {name: one.streamed(costs) for name, one in work_of(replace(job, streams=True), costs).items()}
     work = work_of(job, costs)
     resident = {name: one.resident(costs) for name, one in work.items()}
