@@ -1,7 +1,9 @@
 """Models whose weights stay on the disk compute what they compute in memory."""
 
 import gc
+import os
 import re
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +26,9 @@ from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.circuits import HeadWeights
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source import Source, find
 from depthgauge.checkpoints.stream import Stream, reader
+from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 from depthgauge.progress import silent
 from depthgauge.workflows import gauge_checkpoint
@@ -91,6 +94,29 @@ def test_a_disk_without_room_for_an_unpacked_file_is_refused(tmp_path: Path, mon
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"unpacked, it takes .*, and 1 kB are free .*; set TMPDIR to"):
         loaded(tmp_path / "model.gguf")
+
+
+def test_a_terminated_command_removes_the_unpacked_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "model.gguf", add_bos=False)
+    temporary, seen = tmp_path / "temporary", list[Path]()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("sys.argv", ["depthgauge", "gauge", str(tmp_path / "model.gguf"), "--stream", "--force"])
+
+    def ended(source: Source, skeleton: Any, folder: Path, dtype: torch.dtype) -> None:
+        seen.append(folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(load, "unpack_gguf", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 130
+    assert seen[0].parent == temporary
+    assert not seen[0].exists()
 
 
 @pytest.mark.usefixtures("forked_verification")
