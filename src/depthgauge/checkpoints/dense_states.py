@@ -15,7 +15,8 @@ from torch import Tensor
 from depthgauge._format import size_text
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
+from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import require_output, window_losses
 from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
 from depthgauge.errors import OutputError

@@ -112,7 +112,7 @@ def edited_states(
         until = {edits: tuple(edit for edit in edits if edit.layer <= layer) for edits in models}
         reached = {now for now in until.values() if now}
         kept = sorted(now for now in reached if now[-1].layer < layer)
-        with runner.resident(layer):
+        with runner.checkpoint.resident(layer):
             after = dict(zip(kept, _advanced(runner, layer, [states[now] for now in kept], inputs), strict=True))
             for now in sorted(reached.difference(kept)):
                 after[now] = _applied(runner, now[-1], states[now[:-1]], inputs, experts)

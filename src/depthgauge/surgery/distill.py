@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthgauge._io import write_tensors
-from depthgauge.checkpoints.load import BY_TARGETS, free_memory
+from depthgauge.checkpoints.load import BY_TARGETS
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.surgery.student import Student
 
 RATE = 0.006

@@ -81,7 +81,7 @@ def _correct(
     if is_linear(family) and maps and maps[0].weight is weights[0]:
         ridge = ridge_for(student.runner, maps[-1], states)
         for parameter, delta in refit(student.runner, layer, maps, states, targets, ridge):
-            parameter.copy_(parameter.double() + delta)
+            parameter.copy_(parameter.double() + delta.to(parameter.device))
 
 
 def round_map(values: Float[Tensor, "d p"], gram: Float[Tensor, "p p"], kind: Any) -> EncodedTensor:

@@ -118,12 +118,12 @@ def provenance(layout: GgufLayout, name: str, sha256: str, removed: Sequence[int
 
 
 @torch.no_grad()
-def check_written(path: Path, out: str | Path, model: Any) -> None:
+def check_written(path: Path, out: str | Path, model: Any, stream: bool = False) -> None:
     """Read a written file with transformers and raise unless every weight equals that of the model in memory.
 
-    Errors call the file `out`, the name that it will have.
+    Errors call the file `out`, the name that it will have. With `stream`, its weights have no room in memory.
     """
-    placement = Placement(dtype=str(model.dtype).removeprefix("torch."), device="cpu")
+    placement = Placement(dtype=str(model.dtype).removeprefix("torch."), device="cpu", stream=stream)
     try:
         read = load_model(Source(path.parent, path.name), model.config, placement).model.state_dict()
     except CheckpointError as error:

@@ -59,7 +59,7 @@ def write_shrunk_gguf(
         write_gguf(path, layout, kept, fields, shrunk.encoded, certifier.progress)
         with durations("reading the file back"):
             certifier.progress(0, 1, "reading the file back")
-            check_written(path, out, model)
+            check_written(path, out, model, checkpoint.stream is not None)
         if source is None:
             record = msgspec.structs.replace(record, notes=(*record.notes, not_checked()))
         else:
