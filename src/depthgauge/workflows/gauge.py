@@ -139,7 +139,10 @@ def expect_gauge(
 
 
 def load_result(path: str | Path) -> GaugeResult:
-    """Read a result that `GaugeResult.save` or `depthgauge gauge --out` wrote to a JSON file.
+    """Read a result that `GaugeResult.save` or `depthgauge gauge --out` wrote.
+
+    Args:
+        path: the JSON file.
 
     Raises:
         ResultError: the file is not a result; the message names the place that does not fit.
