@@ -44,9 +44,15 @@ ROWS = {
     "limited": QUICK,
     "stream": (*QUICK, "--stream"),
     "gauge": ("gauge", "MODEL", *TEXT),
+    "gauge-stream": ("gauge", "MODEL", *TEXT, "--stream"),
     "step": STEP,
 }
-LIMITS = {"limited": lambda weights: 1.3 * weights, "stream": lambda _: 24e9, "step": lambda _: 40e9}
+LIMITS = {
+    "limited": lambda weights: 1.3 * weights,
+    "stream": lambda _: 24e9,
+    "gauge-stream": lambda _: 24e9,
+    "step": lambda _: 40e9,
+}
 """Rows in which only so many bytes of GPU memory are left to the command; the rest is taken before it starts."""
 WATCHED = """
 import json, os, sys, threading, time
@@ -115,7 +121,7 @@ def whole_model(shape: str, written: Path) -> Path:
 
 def command_of(row: str, model: Path, text: Path, out: Path) -> list[str]:
     """Return the words of a command."""
-    places = {"MODEL": model, "TEXT": text, "OUT": out.with_suffix(".json") if row == "gauge" else out}
+    places = {"MODEL": model, "TEXT": text, "OUT": out.with_suffix(".json") if ROWS[row][0] == "gauge" else out}
     return [str(places.get(part, part)) for part in ROWS[row]]
 
 

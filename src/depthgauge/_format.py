@@ -52,6 +52,11 @@ def short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def printable(text: str) -> str:
+    """Return a text without control characters, line breaks and bidirectional marks."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def duration(seconds: float) -> str:
     """Return a rounded duration.
 

@@ -23,12 +23,12 @@ from depthgauge.checkpoints.load import (
     Placement,
     check_memory,
     context_length,
-    free_memory,
     load_config,
     load_model,
     load_tokenizer,
     wrap,
 )
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import plan_start

@@ -1,7 +1,13 @@
 """Models whose weights stay on the disk compute what they compute in memory."""
 
+import gc
+import os
 import re
+import signal
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +18,21 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 from tiny_models import tokens
 from torch import nn
+from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 import depthgauge as dg
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.circuits import HeadWeights
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source import Source, find
 from depthgauge.checkpoints.stream import Stream, reader
+from depthgauge.cli.main import main
 from depthgauge.errors import InputError
+from depthgauge.progress import silent
+from depthgauge.workflows import gauge_checkpoint
+from depthgauge.workflows.gauge_checkpoint import measure_weights
 
 STREAMED = Placement(device="cpu", stream=True)
 
@@ -50,10 +62,76 @@ def test_a_streamed_model_computes_what_it_computes_in_memory(name: str, tmp_pat
     assert torch.equal(output(streamed), output(resident))
 
 
-def test_a_gguf_file_is_not_streamed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_a_gguf_file_is_unpacked_block_by_block(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one block is in memory, the numbers are those of a model in memory, and nothing is left behind."""
+    file, temporary = tmp_path / "model.gguf", tmp_path / "temporary"
+    write_gguf(file, add_bos=False, family=family, types={"ffn_down": "Q8_0"})
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    unpack, together = gguf_utils.load_gguf_checkpoint, list[set[str]]()
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        found = unpack(*args, **keywords)
+        if found.get("tensors"):
+            together.append({name.split(".")[2] for name in found["tensors"] if ".layers." in name})
+        return found
+
+    monkeypatch.setattr(gguf_utils, "load_gguf_checkpoint", counted)
+    streamed = loaded(file)
+    assert sorted(map(sorted, together)) == [[], ["0"], ["1"], ["2"]]
+    assert streamed.source == find(file)
+    assert len([*temporary.glob("depthgauge-*/*.safetensors")]) == 4
+    assert torch.equal(output(streamed), output(loaded(file, Placement(device="cpu"))))
+    assert loaded(file, replace(STREAMED, dtype="bfloat16")).model.dtype == torch.bfloat16
+    del streamed
+    gc.collect()
+    assert not [*temporary.glob("depthgauge-*")]
+
+
+def test_a_disk_without_room_for_an_unpacked_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "model.gguf", add_bos=False)
-    with pytest.raises(CheckpointError, match="unpacks GGUF files in memory; give the directory"):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"unpacked, it takes .*, and 1 kB are free .*; set TMPDIR to"):
         loaded(tmp_path / "model.gguf")
+
+
+def test_a_terminated_command_removes_the_unpacked_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "model.gguf", add_bos=False)
+    temporary, seen = tmp_path / "temporary", list[Path]()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("sys.argv", ["depthgauge", "gauge", str(tmp_path / "model.gguf"), "--stream", "--force"])
+
+    def ended(source: Source, skeleton: Any, folder: Path, dtype: torch.dtype) -> None:
+        seen.append(folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(load, "unpack_gguf", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 130
+    assert seen[0].parent == temporary
+    assert not seen[0].exists()
+
+
+@pytest.mark.usefixtures("forked_verification")
+def test_shrink_writes_the_same_gguf_file_with_streamed_weights(tmp_path: Path) -> None:
+    file, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    write_gguf(file, add_bos=False, layers=5)
+    text.write_text(text_of(30_000), encoding="utf-8")
+    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "force": True, "device": "cpu"}
+    repaired = dg.shrink(file, **asked, stream=True, out=tmp_path / "repaired.gguf").record
+    assert repaired.stages[0] == dg.shrink(file, **asked, sampled=0.0).record.stages[0]
+    asked |= {"no_repair": True}
+    streamed = dg.shrink(file, **asked, stream=True, out=tmp_path / "streamed.gguf").record
+    resident = dg.shrink(file, **asked, sampled=0.0, out=tmp_path / "resident.gguf").record
+    assert (streamed.removed, streamed.loss) == (resident.removed, resident.loss)
+    assert (tmp_path / "streamed.gguf").read_bytes() == (tmp_path / "resident.gguf").read_bytes()
 
 
 def changed_bytes(file: Path) -> int:
@@ -124,6 +202,21 @@ def test_one_block_at_a_time_is_on_the_device(tmp_path: Path) -> None:
     assert torch.equal(output(checkpoint), expected)
     assert elsewhere == [{layer} for layer in range(len(blocks))]
     assert all(weight.data_ptr() == place for weight, place in stored.items())
+
+
+def test_the_sizes_of_weights_are_computed_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = loaded(saved(tmp_path, "llama"))
+    blocks = blocks_of(checkpoint)
+    stored = {weight: weight.data_ptr() for block in blocks for weight in block.parameters()}
+    elsewhere = []
+
+    def look(checkpoint: Checkpoint, block: nn.Module) -> list[HeadWeights]:
+        elsewhere.append(all(weight.data_ptr() != stored[weight] for weight in block.parameters()))
+        return []
+
+    monkeypatch.setattr(gauge_checkpoint, "head_weights", look)
+    measure_weights(replace(checkpoint, stream=Moving(blocks, torch.device("cpu"))), silent)
+    assert elsewhere == [True] * len(blocks)
 
 
 def test_a_copy_made_in_advance_is_not_used_after_a_change(tmp_path: Path) -> None:

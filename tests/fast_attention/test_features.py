@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthgauge.fast_attention.theory.cost import feature_count
-from depthgauge.fast_attention.torch.features import Featurizer, features, features_vjp, multinomials
+from depthgauge.fast_attention.torch.features import Featurizer, features_vjp, multinomials
 
 
 def test_the_number_of_features() -> None:
@@ -22,10 +22,10 @@ def test_features_are_the_powers_of_the_inner_product(dim: int, degree: int) -> 
     generator = torch.Generator().manual_seed(dim)
     x, y = (torch.randn(3, dim, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     values, degrees = multinomials(dim, degree)
-    assert features(x, degree).shape == (3, math.comb(dim + degree, degree), 4)
+    assert Featurizer(degree)(x).shape == (3, math.comb(dim + degree, degree), 4)
     for k in range(degree + 1):
         mine = torch.where(degrees == k, values, 0)[:, None]
-        product = (features(x, degree) * mine * features(y, degree)).sum(1)
+        product = (Featurizer(degree)(x) * mine * Featurizer(degree)(y)).sum(1)
         torch.testing.assert_close(product, (x * y).sum(1) ** k, rtol=1e-11, atol=1e-11)
 
 
@@ -52,8 +52,8 @@ def test_the_gradient_is_that_of_the_monomials(dim: int, degree: int) -> None:
 
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad((written_out(leaf) * grad).sum() + 0 * leaf.sum(), leaf)
-    torch.testing.assert_close(features(x, degree), written_out(x))
-    torch.testing.assert_close(features_vjp(x, features(x, degree), grad.clone(), degree), expected)
+    torch.testing.assert_close(Featurizer(degree)(x), written_out(x))
+    torch.testing.assert_close(features_vjp(x, Featurizer(degree)(x), grad.clone(), degree), expected)
 
 
 def test_buffers_are_reused_without_mixing_chunks() -> None:
@@ -62,4 +62,4 @@ def test_buffers_are_reused_without_mixing_chunks() -> None:
     first = make(x).clone()
     assert make(y).data_ptr() == make(x).data_ptr()
     torch.testing.assert_close(make(x), first)
-    torch.testing.assert_close(make(y[..., :2]), features(y[..., :2], 2))
+    torch.testing.assert_close(make(y[..., :2]), Featurizer(2)(y[..., :2]))

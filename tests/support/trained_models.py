@@ -2,12 +2,16 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from tiny_models import ENCODERS, tiny_model
 from tiny_training import VOCABULARY, batches
+
+from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.surgery.shrinker import Shrinker
 
 LAYERS, STEPS = 5, 60
 FIRST = 3
@@ -51,3 +55,13 @@ def _stream() -> Iterator[torch.Tensor]:
         if step == STEPS:
             return
         yield ids + FIRST
+
+
+def objective_of(shrinker: Shrinker, model: Any) -> float:
+    """Return the mean objective of a complete transformers model on the selection windows."""
+    runner, inputs = shrinker.runner, shrinker.select.inputs
+    checkpoint = replace(runner.checkpoint, model=model)
+    with torch.no_grad():
+        output = model_output(checkpoint, inputs)
+        dense = runner.output(runner.on_device(shrinker.select.final), inputs)
+    return float(window_losses(checkpoint.objective, output, inputs, dense).mean())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import DECODERS, MODELS, tiny_model
-from trained_models import sequences, trained_model
+from trained_models import objective_of, sequences, trained_model
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import wrap
@@ -37,7 +37,7 @@ def test_no_alternative_is_better_than_what_is_written(name: str) -> None:
         shrinker.remove_until(COUNT)
         sets = shrinker.sets(COUNT)
         made = make_model(Candidates(shrinker, 0), sets, ShrinkOptions(remove="2"), None)
-        written = shrinker.objective.of_model(made.model)
+        written = objective_of(shrinker, made.model)
         assert written == pytest.approx(made.objective, rel=1e-4)
         chosen = next(one for one in made.candidates if one.chosen)
         assert chosen.removed == made.removed
@@ -152,6 +152,6 @@ def test_healing_is_kept_only_if_it_helps(heal: str, monkeypatch: pytest.MonkeyP
         settings = ShrinkOptions(remove="1", heal=heal)
         made = make_model(Candidates(shrinker, 0), {"one": (2,)}, settings, None)
         assert made.heal is not None
-        assert shrinker.objective.of_model(made.model) == pytest.approx(made.objective, rel=1e-4)
+        assert objective_of(shrinker, made.model) == pytest.approx(made.objective, rel=1e-4)
         assert made.heal.kept == (made.heal.steps % 10 == 0 and made.objective < (made.heal.before or 0))
         assert made.heal.steps in ((10,) if heal == "10" else (10, 20, 30))

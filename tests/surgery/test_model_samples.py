@@ -12,7 +12,7 @@ from tiny_models import DECODERS, tiny_model
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.surgery import model_samples
-from depthgauge.surgery.model_samples import draw, even_rows, ordinary_tokens, sample_windows
+from depthgauge.surgery.model_samples import draw, even_rows, fitting_rows, ordinary_tokens, sample_windows
 
 
 def tiny(name: str, **settings: Any) -> Checkpoint:
@@ -167,7 +167,7 @@ def test_inversion_draws_no_token_of_probability_zero() -> None:
     assert broken[1].tolist() == [False, True]
 
 
-def test_progress_and_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_and_the_number_of_rows() -> None:
     seen: list[tuple[int, int, str]] = []
     checkpoint = tiny("llama")
 
@@ -179,14 +179,10 @@ def test_progress_and_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {total for _, total, _ in seen} == {12}
     assert seen[0][2] == "sample windows 1–2 of 5"
     assert seen[-1][2] == "sample windows 5–5 of 5"
-    rows = model_samples._fitting_rows(checkpoint, 64, 40)
-    assert rows == model_samples.MOST_ROWS >= 32
+    assert fitting_rows(checkpoint, 64, 2**40) == model_samples.MOST_ROWS >= 32
     per_row = 2 * 3 * 2 * 4 * 64 * 4 + 40 * 32  # keys and values of 3 layers with 2 heads of 4, and the logits
     for holds, expected in ((128, 128), (127, 64), (33, 32), (1.5, 1), (0.1, 1)):
-        monkeypatch.setattr(
-            model_samples, "free_memory", lambda _, holds=holds: int(holds * per_row / model_samples.MEMORY_SHARE)
-        )
-        assert model_samples._fitting_rows(checkpoint, 64, 40) == expected
+        assert fitting_rows(checkpoint, 64, int(holds * per_row / model_samples.MEMORY_SHARE)) == expected
     assert [even_rows(n, 32) for n in (1, 32, 33, 96, 100)] == [1, 32, 17, 32, 25]
 
 

@@ -14,15 +14,16 @@ from depthgauge.checkpoints.load import Placement, wrap
 from depthgauge.errors import InputError
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.surgery.part_costs import PartCosts, few_blocks, measure_costs
+from depthgauge.surgery import part_costs
+from depthgauge.surgery.part_costs import PartCosts, few_blocks, measure_costs, update_time
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import expect_shrink
-from depthgauge.workflows.shrink_estimate import ShrinkJob, heal_advice, heal_windows, time_left, work_of
+from depthgauge.workflows.shrink_estimate import ShrinkJob, heal_advice, heal_windows, needed_bytes, time_left, work_of
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, samples=10, sample_tokens=128)
 COSTS = PartCosts(
-    blocks=1.0, head=0.0, token=0.0, step=0.01, rows=10, load=0.0, hashed=0.0, passed=2.0, files=100, read_speed=50.0,
-    layers=12,
+    blocks=1.0, head=0.0, token=0.0, step=0.01, rows=10, load=0.0, hashed=0.0, passed=2.0, moved=0.0, room=10**6,
+    files=100, read_speed=50.0, layers=12,
     parameters=1000, block_parameters=900, itemsize=4, tokens=256, width=8, output=64,
 )  # fmt: skip
 """A second for all blocks, nothing for the other parts."""
@@ -74,6 +75,42 @@ def test_a_streamed_run_reads_the_weights_in_every_pass_and_trains_nothing() -> 
     assert dense.streamed(COSTS) - dense.resident(COSTS) == pytest.approx(2 * 2.0)  # windows to fit, and to select
     in_batches = work_of(replace(JOB, streams=True), replace(COSTS, batch=20))["certification"]
     assert (work["certification"].passes, in_batches.passes) == (60, 3)
+
+
+def test_training_in_main_memory_takes_time_and_no_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, trained = "repair and comparison", 0.75 * 0.35 * 900  # weights in output maps of the kept blocks
+    slow = replace(JOB, update=0.5)
+    assert parts_of(slow)[name] - parts_of(JOB)[name] == pytest.approx(JOB.effort.steps * 0.5 * 0.6 * trained)
+    healed = [parts_of(replace(job, healed=10))["healing"] for job in (slow, JOB)]
+    assert healed[0] - healed[1] == pytest.approx(10 * 0.5 * 0.75 * 900)
+    assert work_of(replace(slow, streams=True), COSTS) == work_of(replace(JOB, streams=True), COSTS)
+    much = replace(COSTS, room=10**9)
+    there, elsewhere = (needed_bytes(job, much, "cuda") for job in (JOB, slow))
+    assert elsewhere[1] - there[1] == pytest.approx(16 * trained)
+    assert there[0] - elsewhere[0] == pytest.approx(16 * trained - (4000 - 0.25 * 3600))  # the checked model is next
+    states = 13 * (JOB.effort.select + JOB.effort.fit) * 256 * 8 * 4
+    assert needed_bytes(JOB, replace(much, room=states), "cuda")[1] - there[1] == pytest.approx(states)
+    monkeypatch.setattr(part_costs, "_UPDATED", 1000)
+    assert update_time(torch.device("cpu")) > 0
+
+
+def test_the_estimate_knows_that_the_weights_will_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches of a run follow the memory that the weights leave."""
+    with torch.device("meta"):
+        whole = wrap(tiny_model("llama"), "llama")
+    parts, window = few_blocks(whole, Placement(device="cpu")), torch.zeros(1, 8, dtype=torch.long)
+    later = 4 * sum(weight.numel() for weight in whole.model.parameters())
+    later -= 4 * sum(weight.numel() for weight in parts.few.model.parameters())
+    one = 16 * 4 * 8 * 8 * whole.config.hidden_size  # a batch of one window takes a sixteenth of the memory
+    monkeypatch.setattr(part_costs, "free_memory", lambda device=None: later + 3 * one - 1)
+    resident, streamed = (
+        measure_costs(parts, window, samples=8, sample_tokens=8, streams=streams) for streams in (False, True)
+    )
+    assert (resident.batch, streamed.batch) == (2, 3)
+    assert streamed.room - resident.room == later
+    assert resident.rows == 8
+    monkeypatch.setattr(part_costs, "free_memory", lambda device=None: later + 1)
+    assert measure_costs(parts, window, samples=8, sample_tokens=8).rows == 1
 
 
 def test_processes_divide_the_windows_and_not_the_rest() -> None:

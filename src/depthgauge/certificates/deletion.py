@@ -96,7 +96,7 @@ def _kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork)
     """Return the layers whose attention the surrogate keeps, or None if it has all heads in parallel."""
     if network.has_attention_bias or surrogate.has_attention_bias:
         raise InputError("this certificate does not cover networks with biases in the attention")
-    if len(surrogate) == 1 and len(network) > 1 and not (_has_mlp(network) or _has_mlp(surrogate)):
+    if len(surrogate) == 1 and len(network) > 1 and not (network.has_mlp or surrogate.has_mlp):
         if network.skip and _all_heads_kept(network, surrogate):
             return None
         return _kept_without_mlp(network, surrogate)
@@ -184,10 +184,6 @@ def _row(t: Float[Tensor, " m"], weight: Float[Tensor, "m n"]) -> Float[Tensor, 
     return nonnegative_matmul_up(t[None], weight.detach().abs())[0]
 
 
-def _has_mlp(network: SelfAttentionNetwork) -> bool:
-    return any(layer.mlp is not None for layer in network)
-
-
 def _all_heads_kept(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:
     """Whether the one layer of the surrogate contains every head of the network once and no other head."""
     heads = sum(layer.heads for layer in network)
@@ -209,7 +205,7 @@ def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
     """Return the layers whose attention is unchanged; the others must have zero values, and all MLPs must be equal."""
     if len(network) != len(surrogate):
         raise InputError(_UNRELATED)
-    switches = ("scale", "skip", "causal", *(("activation", "mlp_skip") if _has_mlp(network) else ()))
+    switches = ("scale", "skip", "causal", *(("activation", "mlp_skip") if network.has_mlp else ()))
     if any(getattr(network, name) != getattr(surrogate, name) for name in switches):
         raise InputError(_UNRELATED)
     kept = set()

@@ -1,7 +1,7 @@
 """Run the blocks of a checkpoint one at a time, with the arguments that the model passes to them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -198,7 +198,7 @@ class BlockRunner(Stack):
             return states
         made = torch.empty_like(states)
         for layer in layers:
-            with self.resident(layer):
+            with self.checkpoint.resident(layer):
                 self.batches.map(partial(self._advance, layer, states, made, inputs), len(states))
             states = made
         return made
@@ -207,11 +207,6 @@ class BlockRunner(Stack):
         """Put the states of a batch after a layer into `made`."""
         part = self.block(layer, self.on_device(states[these]), None if inputs is None else inputs[these])
         made[these] = part.to(made.device, made.dtype)
-
-    def resident(self, layer: int) -> AbstractContextManager[None]:
-        """Keep the weights of a block on the device, where they would be brought for every call."""
-        stream = self.checkpoint.stream
-        return nullcontext() if stream is None else stream.resident(layer)
 
     def on_device(self, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows n d"]:
         """Return states on the model's device and in its dtype."""

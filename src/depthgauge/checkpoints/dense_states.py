@@ -6,9 +6,7 @@ States are kept on the GPU, in memory or on disk, whichever has room.
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,8 +15,9 @@ from torch import Tensor
 from depthgauge._format import size_text
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
-from depthgauge.checkpoints.model_output import model_output, require_output, window_losses
+from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint
+from depthgauge.checkpoints.memory import free_memory
+from depthgauge.checkpoints.model_output import require_output, window_losses
 from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
 from depthgauge.errors import OutputError
 from depthgauge.progress import Step, silent
@@ -145,31 +144,16 @@ class Objective:
         """Return the objective of every window for each of several states after the last block."""
         runner, all_inputs, all_dense = self.runner, self.inputs[windows], self.dense[windows]
 
+        objective = runner.checkpoint.objective
+
         def measure(these: slice) -> Tensor:
-            inputs = all_inputs[these]
-            reference = self._reference(runner.on_device(all_dense[these]), inputs)
-            outputs = (runner.output(runner.on_device(states[these]), inputs) for states in several)
-            return torch.stack([self._measure(output, inputs, reference) for output in outputs], dim=1)
+            inputs, reference, made = all_inputs[these], None, list[Tensor]()
+            if objective not in BY_TARGETS:  # outputs are compared with those of the dense model
+                reference = runner.output(runner.on_device(all_dense[these]), inputs)
+            for states in several:
+                output = runner.output(runner.on_device(states[these]), inputs)
+                made.append(window_losses(objective, output, inputs, output if reference is None else reference).cpu())
+            return torch.stack(made, dim=1)
 
         found = runner.batches.map(measure, len(all_dense))
         return runner.ranks.in_order(torch.cat(found) if found else torch.empty(0, len(several))).T
-
-    @torch.no_grad()
-    def of_model(self, model: Any) -> float:
-        """Return the mean objective of a complete transformers model on the same windows."""
-        checkpoint = replace(self.runner.checkpoint, model=model)
-
-        def measure(these: slice) -> Tensor:
-            inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, model.dtype)
-            return self._measure(model_output(checkpoint, inputs), inputs, self._reference(dense, inputs))
-
-        found = self.runner.batches.map(measure, len(self.inputs))
-        return float(self.runner.ranks.in_order(torch.cat(found)).mean())
-
-    def _reference(self, dense: Tensor, inputs: Inputs) -> Tensor | None:
-        """Return the output of the dense model, or None if the objective does not compare outputs with it."""
-        return None if self.runner.checkpoint.objective in BY_TARGETS else self.runner.output(dense, inputs)
-
-    def _measure(self, output: Tensor, inputs: Inputs, reference: Tensor | None) -> Float[Tensor, " batch"]:
-        compared = output if reference is None else reference
-        return window_losses(self.runner.checkpoint.objective, output, inputs, compared).cpu()

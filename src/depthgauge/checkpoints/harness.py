@@ -184,7 +184,7 @@ def _harness_model(
     class HarnessModel(HFLM):  # type: ignore[misc]
         """A model that reads our special tokens and reports its progress."""
 
-        done, total, seconds_per_token = 0, 0, 0.0
+        done, total = 0, 0
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             """Convert a text to token ids, with the special tokens of our decision unless none are wanted."""

@@ -38,14 +38,7 @@ def read_images(
 ) -> GivenWindows:
     """Read up to `wanted` different images, drawn by the seed, through the model's image processor.
 
-    Args:
-        found: the images.
-        processor: the image processor of the model.
-        config: the configuration of the model, which has the names of the labels.
-        wanted: the most images to read.
-        seed: chooses the images.
-        least: the fewest that are enough.
-        advice: what else to do where there are too few.
+    `config` has the names of the labels, and `advice` says what else to do where there are too few images.
 
     Raises:
         InputError: an image cannot be read, or there are fewer than `least` different ones.

@@ -18,7 +18,8 @@ from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.hooks import hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch
-from depthgauge.checkpoints.load import Checkpoint, free_memory
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.samples import Inputs
 
@@ -192,11 +193,15 @@ def joined(parts: Sequence[Float[Tensor, "windows _ d"]]) -> Float[Tensor, "wind
     return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=1)
 
 
-def batch_size(model: Any, window: int, loss: bool) -> int:
-    """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
+def batch_size(model: Any, window: int, loss: bool, free: int | None = None) -> int:
+    """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations.
+
+    `free` is the number of free bytes on the model's device, by default as it is now.
+    """
     config = model.config.get_text_config()
     wide = max(config.vocab_size if loss else 1, 8 * config.hidden_size)
-    most = min(_LOGIT_BYTES.get(model.device.type, 2**28), free_memory(model.device) // _OF_FREE)
+    free = free_memory(model.device) if free is None else free
+    most = min(_LOGIT_BYTES.get(model.device.type, 2**28), free // _OF_FREE)
     return max(1, most // (4 * window * int(wide)))
 
 

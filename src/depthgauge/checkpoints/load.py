@@ -1,10 +1,9 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
 import inspect
-import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,11 +16,13 @@ from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
+from depthgauge.checkpoints.unpack_gguf import unpack_gguf
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -114,6 +115,10 @@ class Checkpoint:
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
         return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {layers}, {self.objective!r})"
+
+    def resident(self, layer: int) -> AbstractContextManager[None]:
+        """Keep the weights of a block on the device, where they would be brought for every call."""
+        return nullcontext() if self.stream is None else self.stream.resident(layer)
 
     @property
     def measured(self) -> Any:
@@ -300,7 +305,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     if placement.stream:
         _require_streamable(source, config, placement)
         places = stream_map(skeleton, layers, device, source.target)
-        folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that transformers converts
+        folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that are unpacked or converted
         keywords |= {"device_map": places, "offload_folder": folder.name}
     elif placement.device_map is not None:
         keywords["device_map"] = placement.device_map
@@ -310,9 +315,14 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     with ExitStack() as at_failure:
+        files = source
         if folder is not None:
             at_failure.callback(folder.cleanup)
-        model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
+            if source.gguf is not None:
+                wanted = wanted if isinstance(wanted, torch.dtype) else torch.float32
+                files = unpack_gguf(source, skeleton, Path(folder.name), wanted)
+                keywords |= {"dtype": wanted, "use_safetensors": True}
+        model, found = _from_pretrained(chosen, "weights", files, placement, **keywords)
         source.close()
         _refuse_misfits(source, config, model, found, placement.ignore_unused)
         at_failure.pop_all()
@@ -330,8 +340,7 @@ def _require_streamable(source: Source, config: Any, placement: Placement) -> No
     """Raise unless the weights of a checkpoint can be left on the disk."""
     for given, reason in (
         (placement.device_map, "--device-map loads all weights; leave it out"),
-        (placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
-        (source.gguf, "transformers unpacks GGUF files in memory; give the directory that the file was made from"),
+        (source.gguf is None and placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
         (source.pickled, "its weights are pickled; save them as safetensors first"),
         (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
     ):
@@ -361,7 +370,10 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
         with suppress(CheckpointError):
             _require_streamable(source, config, streamed)
             if streamed_bytes(skeleton, layers) <= free_memory(device):
-                message(f"the weights do not fit into the free memory of {device}: they are streamed, block by block")
+                where = "" if source.gguf is None else f", after they are unpacked into {tempfile.gettempdir()}"
+                message(
+                    f"the weights do not fit into the free memory of {device}: they are streamed, block by block{where}"
+                )
                 return streamed
         raise
     return placement
@@ -417,24 +429,6 @@ def check_memory(source: Source, placement: Placement, described: int = 0) -> No
             f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
             f"are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
-
-
-def free_memory(device: torch.device | None = None) -> int:
-    """Return the free memory of a GPU, or else this process's share of that of the system or its control group."""
-    if device is not None and device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        pages = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        limit = used = "max"
-    free = pages if limit == "max" else min(pages, max(0, int(limit) - int(used)))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the processes that torchrun has started here
 
 
 def context_length(config: Any) -> int | None:

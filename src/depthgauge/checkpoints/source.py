@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,22 @@ class Source:
         return _joined([gguf.GGUFReader(path) for path in weight_files(self)], self.target)
 
     @contextmanager
-    def parsed_once(self) -> Iterator[None]:
-        """Give `reader` to transformers too, which otherwise parses a GGUF file again each time it reads from it."""
+    def parsed_once(self, part: Any = None) -> Iterator[None]:
+        """Let transformers parse a GGUF file once, and not each time it reads from it.
+
+        The same holds for the table of the names of tensors, which transformers makes for every module. `part` is given
+        to it in place of `reader`: an object with the fields and a part of the tensors.
+        """
         if self.gguf is None:
             yield
             return
         library: Any = import_module("gguf")
-        parse, reader = library.GGUFReader, self.reader
-        library.GGUFReader = lambda *_: reader
+        parse, names, reader = library.GGUFReader, library.get_tensor_name_map, part or self.reader
+        library.GGUFReader, library.get_tensor_name_map = lambda *_: reader, cache(names)
         try:
             yield
         finally:
-            library.GGUFReader = parse
+            library.GGUFReader, library.get_tensor_name_map = parse, names
 
     def close(self) -> None:
         """Free the memory of `reader`."""

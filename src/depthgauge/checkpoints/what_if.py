@@ -76,14 +76,7 @@ def edited_losses(
 ) -> Iterator[dict[Edits, Float[Tensor, " windows"]]]:
     """Yield the objective of edited models on some windows, for as many models at a time as fit into memory.
 
-    Args:
-        objective: the objective.
-        dense: the windows, the blocks of the model, and the states of the dense model.
-        models: the edits of each model.
-        windows: the first windows, on which they are measured.
-        experts: needed for the what-if `expert`.
-        progress: called at every block, with `label` and the block.
-        label: what is measured.
+    `experts` is needed for the what-if `expert`. `progress` is called at every block, with `label` and the block.
     """
     ranks, ordered = dense.runner.ranks, sorted(models)
     windows = ranks.among(windows)
@@ -119,7 +112,7 @@ def edited_states(
         until = {edits: tuple(edit for edit in edits if edit.layer <= layer) for edits in models}
         reached = {now for now in until.values() if now}
         kept = sorted(now for now in reached if now[-1].layer < layer)
-        with runner.resident(layer):
+        with runner.checkpoint.resident(layer):
             after = dict(zip(kept, _advanced(runner, layer, [states[now] for now in kept], inputs), strict=True))
             for now in sorted(reached.difference(kept)):
                 after[now] = _applied(runner, now[-1], states[now[:-1]], inputs, experts)

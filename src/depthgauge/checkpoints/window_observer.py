@@ -79,7 +79,7 @@ def observe_blocks(dense: DenseStates, *, plans: bool, progress: Step) -> list[W
     observers = [WindowObserver(runner, plans and not place) for place in range(len(windows))]
     for layer in range(len(runner)):
         progress(layer, len(runner), f"heads, layer {layer}")
-        with runner.resident(layer):
+        with runner.checkpoint.resident(layer):
             for place, observer in enumerate(observers):
                 runner.session.begin(watch=observer.watch)
                 with observer.sublayers.listening([layer]):

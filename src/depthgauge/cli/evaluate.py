@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from depthgauge._format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.errors import OutputError
@@ -69,7 +70,6 @@ def _print(record: EvaluateRecord, as_json: bool) -> None:
     from rich.console import Console
 
     from depthgauge.cli.evaluate_tables import evaluate_tables
-    from depthgauge.cli.gauge_tables import printable
     from depthgauge.results.evaluate_verdicts import evaluate_verdict
 
     console = Console()

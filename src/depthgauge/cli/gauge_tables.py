@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.markup import escape
 
-from depthgauge._format import DASH, counted, number
+from depthgauge._format import DASH, counted, number, printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.checkpoint_subject import (
     CheckpointHead,
@@ -72,11 +72,6 @@ _CAPTION = (
     "averaging (0: the head averages, 1: it selects one token). contraction: ‖Res(attention)‖/‖Res‖ of the worst head, "
     "and its proved bound."
 )
-
-
-def printable(name: str) -> str:
-    """Return a name from a file without control characters, which could change the terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
 def sandwich_tables(

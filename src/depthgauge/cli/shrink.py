@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from depthgauge._format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.cli.print_estimate import print_estimate
@@ -171,7 +172,6 @@ def _print(record: Any, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.gauge_tables import printable
     from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
 
     console = Console()

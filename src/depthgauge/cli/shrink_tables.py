@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.markup import escape
 
-from depthgauge._format import counted, number, ranges
+from depthgauge._format import counted, number, printable, ranges
 from depthgauge.cli.evaluate_tables import evaluate_tables
-from depthgauge.cli.gauge_tables import printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord

@@ -256,7 +256,7 @@ def effective_depth(
     """
     require_network(network)
     require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
-    if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
+    if network.causal or network.norm != "none" or network.has_mlp:
         raise InputError(
             "effective depth applies to networks that are not causal and have neither MLP nor LayerNorm; without "
             "LayerNorm, use certify(network, collapse(network, 'last-layer'), radius=…) instead"

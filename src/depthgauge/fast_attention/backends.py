@@ -30,9 +30,6 @@ class Backend(Protocol):
     def rates(self) -> Rates:
         """The relative speed of the operations, from which costs are predicted."""
 
-    def supports(self, problem: Problem, degree: int) -> bool:
-        """Return whether `forward` and `backward` can compute this degree for tensors of these shapes and dtypes."""
-
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v."""
 

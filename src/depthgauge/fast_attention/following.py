@@ -51,10 +51,6 @@ def fixed(decision: Decision, request: Request) -> Fixed | str:
 def followed(request: Request, plan: AttentionPlan) -> Tensor:
     """Compute attention by a plan whose heads are all polynomial.
 
-    Args:
-        request: The arguments, validated.
-        plan: A plan for arguments of the same shapes and options.
-
     Raises:
         InputError: The plan cannot be followed, or was made for other arguments.
     """

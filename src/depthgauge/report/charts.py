@@ -7,8 +7,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from depthgauge._format import number
-from depthgauge.report.markup import printable
+from depthgauge._format import number, printable
 
 Figure = dict[str, Any]
 

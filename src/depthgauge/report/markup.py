@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge._format import DASH
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters, line breaks and bidirectional marks."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+from depthgauge._format import DASH, printable
 
 
 def capital(text: str) -> str:

@@ -6,10 +6,10 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from depthgauge._format import counted, number
+from depthgauge._format import counted, number, printable
 from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
 from depthgauge.report.evaluate_section import evaluate_page
-from depthgauge.report.markup import command_line, printable, settings_table
+from depthgauge.report.markup import command_line, settings_table
 from depthgauge.report.monitor_section import monitor_page
 from depthgauge.report.network_section import network_facts, network_parts
 from depthgauge.report.page_parts import Page, Section

@@ -20,7 +20,8 @@ class EstimateRecord(Record, frozen=True, kw_only=True):
     - `processes`: the seconds of a run of `shrink` in 2, 4 and 8 processes, each with a device of its own; empty where
       the weights are streamed
     - `at_most`: whether the run may be shorter, because it trains as long as that helps
-    - `gpu`, `ram`, `disk`: the largest number of bytes that are taken at a time; the check in a new process is included
+    - `gpu`, `ram`, `disk`: the largest number of bytes that are needed at a time, with the check in a new process. With
+      more free memory on a GPU, more windows are computed at a time, and a run takes more of it
     - `parameters`, `layers`, `window`: the size of the model, and the tokens of a window
     - `device`, `dtype`: where the blocks were timed, and their number type
     - `read_speed`: bytes per second that were read from the weight files; null without any

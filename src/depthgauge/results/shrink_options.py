@@ -234,7 +234,6 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     normal: dict[str, Callable[[Any], Any]] = {
         "remove": _remove_text,
         "text": _text_list,
-        "heal": _as_text,
         **dict.fromkeys(("images", "labels", "pairs", "audio", "tokenizer"), str),
     }
     normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "heal"), _as_text)

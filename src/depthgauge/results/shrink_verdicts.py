@@ -28,14 +28,12 @@ from depthgauge.results.shrink_record import (
 class ObjectiveLabel:
     """The text shown for one objective.
 
-    - `noun`: the quantity
     - `title`: the quantity with its unit, for tables
     - `added`: its increase with the unit, for axes
     - `change`: what happens to it; the amount replaces `#`
     - `output`: where the output is compared with the dense model's: what moves
     """
 
-    noun: str
     title: str
     added: str
     change: str
@@ -49,21 +47,19 @@ class ObjectiveLabel:
 
 OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
     "loss": ObjectiveLabel(
-        "loss", "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
+        "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
     ),
     "states": ObjectiveLabel(
-        "change of the final states", "relative change of the final states", "relative change of states",
+        "relative change of the final states", "relative change of states",
         "the final states change by # of their size", "its final states move",
     ),
-    "labels": ObjectiveLabel(
-        "loss", "loss of the labels, nats", "loss added, nats", "the loss of the labels grows by # nats"
-    ),
+    "labels": ObjectiveLabel("loss of the labels, nats", "loss added, nats", "the loss of the labels grows by # nats"),
     "logits": ObjectiveLabel(
-        "change of the logits", "relative change of the logits", "relative change of logits",
+        "relative change of the logits", "relative change of logits",
         "the logits change by # of their size", "the logits of its head move",
     ),
     "embedding": ObjectiveLabel(
-        "change of the embeddings", "1 − cosine of the embeddings", "1 − cosine of embeddings",
+        "1 − cosine of the embeddings", "1 − cosine of embeddings",
         "the cosine of the embeddings falls by #", "its embeddings turn",
     ),
 }  # fmt: skip

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthgauge._io import write_tensors
-from depthgauge.checkpoints.load import BY_TARGETS, free_memory
+from depthgauge.checkpoints.load import BY_TARGETS
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.surgery.student import Student
 
 RATE = 0.006
@@ -52,15 +53,9 @@ def distill(
 ) -> None:
     """Train `parameters` of the kept blocks in place with AdamW, linear warm-up and cosine decay.
 
-    Args:
-        student: the shrunk model, and the dense model's states on the fit windows.
-        place: the kept blocks before this one are the first blocks of the dense model, with their original weights.
-        parameters: the weights to train, all of them in the other kept blocks.
-        steps: training steps.
-        tokens: tokens per step.
-        seed: gives the order of the windows.
-        saved: a file that keeps the weights and the optimizer every `SAVE_EVERY` steps; an existing one is continued.
-        label: what `student.progress` shows.
+    The kept blocks before `place` are the first blocks of the dense model, with their original weights; all weights to
+    train are in the others. A step takes about `tokens` tokens, and `seed` gives the order of the windows. The file
+    `saved` keeps the weights and the optimizer every `SAVE_EVERY` steps; an existing one is continued.
     """
     runner, fit = student.runner, student.fit
     layers, states = student.kept[place:], fit.at(place)

@@ -143,10 +143,8 @@ def encode(values: Float[Tensor, "..."], kind: Any) -> EncodedTensor:
 def read_layout(source: Source | None, fallback: str | None, name: str) -> GgufLayout:
     """Read the metadata of the GGUF file of a model, and refuse what cannot be written again without some blocks.
 
-    Args:
-        source: the checkpoint on disk; None for a model in memory.
-        fallback: the type of changed weights whose own type cannot be written; None for the default.
-        name: what errors call the model.
+    `source` is None for a model in memory, and errors call the model `name`. `fallback` is the type of changed weights
+    whose own type cannot be written; None for the default.
 
     Raises:
         InputError: the model is not a GGUF file, or the type cannot be written.

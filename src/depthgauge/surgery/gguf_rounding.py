@@ -28,12 +28,7 @@ GROUP = 32
 def round_changed(student: Student, layout: GgufLayout) -> dict[str, EncodedTensor]:
     """Round all weights that differ from those of the dense model, in place, to what the file will hold.
 
-    Args:
-        student: the shrunk model, and the dense model's states on the fit windows.
-        layout: the file of the dense model.
-
-    Returns:
-        The bytes of the changed tensors, by the names that the dense model's file has for them.
+    The result has the bytes of the changed tensors, by the names that the dense model's file, `layout`, has for them.
     """
     changes = {layer: student.changed(layer) for layer in student.kept}
     first = next((place for place, layer in enumerate(student.kept) if changes[layer]), None)
@@ -86,7 +81,7 @@ def _correct(
     if is_linear(family) and maps and maps[0].weight is weights[0]:
         ridge = ridge_for(student.runner, maps[-1], states)
         for parameter, delta in refit(student.runner, layer, maps, states, targets, ridge):
-            parameter.copy_(parameter.double() + delta)
+            parameter.copy_(parameter.double() + delta.to(parameter.device))
 
 
 def round_map(values: Float[Tensor, "d p"], gram: Float[Tensor, "p p"], kind: Any) -> EncodedTensor:

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
-from depthgauge.checkpoints.load import Checkpoint, free_memory
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import decoded
 from depthgauge.progress import Step, silent
 
@@ -52,7 +53,7 @@ def sample_windows(
         before: token ids at the start of every window, usually the BOS token; may be empty.
         seed: chooses all random numbers.
         starts: token ids; by default all that the model's configuration does not name as special tokens.
-        batch: the most windows that are decoded together; by default as many as fit into memory (`_fitting_rows`).
+        batch: the most windows that are decoded together; by default as many as fit into memory (`fitting_rows`).
         progress: called after every decoded position.
 
     Raises:
@@ -65,7 +66,7 @@ def sample_windows(
     )
     chosen = candidates[(uniform[:, 0] * len(candidates)).long()]
     prompts = torch.cat([torch.tensor(list(before), dtype=torch.int64).expand(windows, -1), chosen[:, None]], dim=1)
-    rows = even_rows(windows, batch or _fitting_rows(checkpoint, window, vocabulary))
+    rows = even_rows(windows, batch or fitting_rows(checkpoint, window, _free(checkpoint)))
     allowed = _allowed(checkpoint, vocabulary)
     done, total = 0, -(-windows // rows) * (window - prompts.shape[1])
     made = []
@@ -190,17 +191,21 @@ def _allowed(checkpoint: Checkpoint, vocabulary: int) -> Int[Tensor, " tokens"] 
     return torch.tensor([index for index in range(vocabulary) if index not in padding])
 
 
-def _fitting_rows(checkpoint: Checkpoint, window: int, vocabulary: int) -> int:
-    """Return `MOST_ROWS`, halved until the KV cache and the logits fit into `MEMORY_SHARE` of the free memory.
+def _free(checkpoint: Checkpoint) -> int:
+    devices = {parameter.device for parameter in checkpoint.model.parameters() if parameter.device.type != "meta"}
+    return min(free_memory(device) for device in devices | {checkpoint.device})
+
+
+def fitting_rows(checkpoint: Checkpoint, window: int, free: int) -> int:
+    """Return `MOST_ROWS`, halved until the KV cache and the logits fit into `MEMORY_SHARE` of the free bytes.
 
     The result is not the largest number that fits, because it must not depend on small changes of the free memory.
     """
     config, width = checkpoint.config, next(checkpoint.model.parameters()).dtype.itemsize
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, checkpoint.heads)
     cache = 2 * checkpoint.layers * checkpoint.kv_heads * head_dim * window * width
-    logits = vocabulary * (2 * width + 2 * 4 + 2 * 8)  # logits, float32 probabilities and their float64 sums, twice
-    devices = {parameter.device for parameter in checkpoint.model.parameters() if parameter.device.type != "meta"}
-    free = min(free_memory(device) for device in devices | {checkpoint.device})
+    # Logits, float32 probabilities and their float64 sums, twice.
+    logits = int(config.vocab_size) * (2 * width + 2 * 4 + 2 * 8)
     rows = MOST_ROWS
     while rows > 1 and rows * (cache + logits) > MEMORY_SHARE * free:
         rows //= 2

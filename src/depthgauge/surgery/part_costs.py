@@ -21,13 +21,14 @@ from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import CheckpointError, attempt, short
-from depthgauge.checkpoints.load import HEADROOM, Checkpoint, Placement, free_memory, parameter_count, wrap
+from depthgauge.checkpoints.load import HEADROOM, Checkpoint, Placement, parameter_count, wrap
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import model_output, window_losses
 from depthgauge.checkpoints.samples import Inputs, repeated, shortened
 from depthgauge.checkpoints.source import Source, weight_bytes, weight_files
 from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
 from depthgauge.surgery.extract import shrunk_config
-from depthgauge.surgery.model_samples import MOST_ROWS, sample_windows
+from depthgauge.surgery.model_samples import even_rows, fitting_rows, sample_windows
 from depthgauge.surgery.speed import device_time
 
 LIBRARIES = {"cpu": 0.6e9, "cuda": 3e9}
@@ -44,12 +45,14 @@ _TOGETHER = 8
 """The most windows that are timed together on a CPU."""
 _CONVERTED = 1e-9
 """Seconds in which a parameter is converted to its dtype and checked on a CPU."""
-_UNPACKED = 1.2e-7
+_UNPACKED = 4e-8
 """Seconds in which a parameter of a GGUF file is unpacked."""
 _OPENED = 3.0
 """Seconds that the configuration, the tokenizer and the texts take."""
 _SPEED_BYTES = 2**26
 """Bytes of the weight files that are read, hashed and copied to measure how fast this is."""
+_UPDATED = 2**25
+"""Weights that AdamW changes in main memory to measure how fast this is: more than a processor's cache holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +160,8 @@ class PartCosts:
     - `step`: drawing one more token of each of `rows` samples
     - `load`, `hashed`: loading the weights, and hashing their files
     - `passed`: bringing the weights of all blocks to the device once, where they are streamed
+    - `moved`: bringing the states of one window to the device and back, before and after each block
+    - `room`: bytes that are free on the device beside the weights
     - `files`, `read_speed`: bytes of the weight files, and bytes that are read per second; None without files
     - `batch`: windows that are computed together
     - `layers`, `parameters`, `block_parameters`: the numbers of blocks and of parameters, in total and in all blocks
@@ -172,6 +177,8 @@ class PartCosts:
     load: float
     hashed: float
     passed: float
+    moved: float
+    room: int
     files: int
     read_speed: float | None
     layers: int
@@ -209,7 +216,15 @@ def describe_model(source: Source | None, config: Any, chosen: Any, objective: s
     return wrap(model, name, source, objective)
 
 
-def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, samples: int = 0) -> PartCosts:
+def measure_costs(
+    parts: FewBlocks,
+    example: Inputs,
+    *,
+    together: bool = True,
+    samples: int = 0,
+    sample_tokens: int = 0,
+    streams: bool = False,
+) -> PartCosts:
     """Time the parts of a model on an example window.
 
     Args:
@@ -217,6 +232,8 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
         example: a window.
         together: whether the run computes several windows together.
         samples: the number of samples that the run draws from the model.
+        sample_tokens: the tokens of each sample.
+        streams: whether the weights of the blocks are streamed.
 
     Raises:
         CheckpointError: the small model cannot be run.
@@ -233,7 +250,10 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
         return blocks / len(inputs), head / len(inputs)
 
     tokens = attempt(whole.name, "output", lambda: tokens_of(few, example), "compute")
-    batch = batch_size(few.model, tokens, is_loss) if few.batched and together else 1
+    size, free = whole.model.dtype.itemsize, free_memory(few.device)
+    later = 0 if streams else size * (parameter_count(whole.model) - parameter_count(few.model))
+    room = free - later if later < free else free  # of a larger machine, if the weights do not fit
+    batch = batch_size(few.model, tokens, is_loss, room) if few.batched and together else 1
     timed = min(batch, _TOGETHER) if on_cpu else batch
     blocks, head = forward(example[:1])
     if timed > 1 and timed * (blocks * len(parts.counts) / whole.layers + head) < _LONG:
@@ -241,7 +261,7 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
     token = step = 0.0
     if is_loss and few.stack is None:
         token = sum(parts.seconds(lambda: model_output(few, shortened(example, 1))))
-    rows = min(samples, MOST_ROWS)
+    rows = even_rows(samples, fitting_rows(whole, sample_tokens, room)) if samples else 0
     if rows:
         drawn = min(rows, _ROWS) if on_cpu else rows
         given: Any = {"windows": drawn, "window": _STEPS + 1, "before": (), "seed": 0, "starts": [0], "batch": drawn}
@@ -249,8 +269,9 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
     parameters, source, width = parameter_count(whole.model), whole.source, int(config.hidden_size)
     files = 0 if source is None or not weight_files(source) else weight_bytes(source)
     read, hashed, copied = file_speeds(source if files else None, few.device)
-    unpacked = _UNPACKED if source is not None and source.gguf is not None else _CONVERTED if on_cpu else 0.0
-    stored = files or parameters * whole.model.dtype.itemsize
+    is_packed = source is not None and source.gguf is not None
+    unpacked = _UNPACKED if is_packed else _CONVERTED if on_cpu else 0.0
+    stored = parameters * size if is_packed or not files else files
     is_cached = stored < free_memory()  # what was read once stays in memory
     return PartCosts(
         blocks=blocks,
@@ -261,12 +282,14 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
         load=0.0 if source is None else files / read + files / copied + unpacked * parameters + _OPENED,
         hashed=files / hashed,
         passed=stored / (copied if is_cached else min(read, copied)),
+        moved=2 * whole.layers * tokens * width * size / copied,
+        room=room,
         files=files,
         read_speed=read if files else None,
         layers=whole.layers,
         parameters=parameters,
         block_parameters=sum(parameter_count(block) for block in blocks_of(whole)),
-        itemsize=whole.model.dtype.itemsize,
+        itemsize=size,
         tokens=tokens,
         width=width,
         output=4 * batch * tokens * (int(config.vocab_size) if is_loss else 8 * width),
@@ -293,3 +316,21 @@ def file_speeds(source: Source | None, device: torch.device) -> tuple[float, flo
     started = device_time(device)
     weights.to(device, copy=True)
     return read, hashed, len(data) / (device_time(device) - started)
+
+
+def update_time(device: torch.device) -> float:
+    """Return the seconds in which AdamW changes one weight of a GPU in main memory.
+
+    Its gradient is brought there, and the changed weight is brought back.
+    """
+    weights = torch.zeros(_UPDATED, dtype=torch.bfloat16, device=device)
+    copies = torch.zeros(_UPDATED)
+    optimizer = torch.optim.AdamW([copies], fused=True)
+    for _ in range(2):  # the first step allocates memory
+        started = device_time(device)
+        copies.grad = weights.cpu().float()
+        torch.nn.utils.clip_grad_norm_([copies], 1.0)
+        optimizer.step()
+        weights.copy_(copies.to(weights.dtype))
+        taken = device_time(device) - started
+    return taken / _UPDATED

@@ -98,7 +98,7 @@ def refit(
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
         read[module] = args[0]
 
-    with torch.no_grad(), runner.resident(layer), ExitStack() as hooks:
+    with torch.no_grad(), runner.checkpoint.resident(layer), ExitStack() as hooks:
         for module in maps:
             hooks.enter_context(module.register_forward_pre_hook(keep))
         weight = next(maps[-1].parameters())

@@ -112,11 +112,6 @@ class Student:
         """The mean objective of the dense model on the selection windows."""
         return float(self.dense_losses.mean())
 
-    @property
-    def removed(self) -> tuple[int, ...]:
-        """The removed blocks, in order."""
-        return tuple(layer for layer in range(len(self.runner)) if layer not in self.kept)
-
     def keep_all_but(self, removed: Iterable[int]) -> None:
         """Put all original weights back and remove these blocks."""
         self.restore()

@@ -26,8 +26,8 @@ from depthgauge.surgery.fresh_process import digests, generations, prompt_of
 
 PROMPT = 32
 """Tokens of the prompt in the test of the key–value cache; shorter if the model's context is."""
-POSITIONS = 64
-"""Tokens of a window whose outputs are compared, evenly spaced: all logits of a window can take half a gigabyte."""
+COMPARED, POSITIONS = 2, 64
+"""Windows whose outputs are compared, and tokens of each, evenly spaced: all logits of a window can take 0.5 GB."""
 AS_SOURCE, PROMPTS = 2.0, 8
 """How much more than in the source model the logits with and without cache may differ, where both exceed rounding. The
 source is measured on so many prompts, because rounding that is amplified differs tenfold between prompts."""
@@ -88,7 +88,6 @@ def verify_reload(
     *,
     device: str = "cpu",
     like: Checkpoint | None = None,
-    compared: int = 2,
     new_tokens: int = 16,
     compute: torch.dtype | None = None,
     process: FreshProcess | None = None,
@@ -98,7 +97,7 @@ def verify_reload(
     The process loads `out` with `AutoModelForCausalLM` or `AutoModel`. These must hold:
 
     - every tensor is equal bit for bit, none is missing, and the number of layers is equal
-    - the outputs of the first `compared` windows are equal to the precision of the dtype, at up to `POSITIONS` tokens
+    - the outputs of the first `COMPARED` windows are equal to the precision of the dtype, at up to `POSITIONS` tokens
     - greedy generation with the key–value cache gives the tokens and logits of generation without it; where the logits
       of two tokens are equal to the precision of the dtype, either token may follow. State spaces round differently
       step by step; where the logits differ by more, they may differ `AS_SOURCE` times as much as those of `like` do on
@@ -106,14 +105,12 @@ def verify_reload(
 
     Args:
         out: the directory.
-        inputs: windows of token ids, images or samples.
+        inputs: windows of token ids, images or samples; the losses of all of them are computed.
         model: the model in memory, which was written to `out`.
         device: the device of the fresh process; `auto` distributes the model over all devices.
         like: the source model, which says what is measured; by default what the model's class says.
-        compared: number of windows whose outputs are compared; the losses of all windows are computed.
         new_tokens: number of tokens to generate; 0 skips the comparison.
-        compute: the dtype in which both models compute, by default the stored one. Half precision is slow on many
-            CPUs, and a wider dtype holds the same weights exactly.
+        compute: the dtype in which both models compute, by default the stored one.
         process: a process that was started before and has checked nothing yet; by default, one is started.
 
     Returns:
@@ -122,21 +119,21 @@ def verify_reload(
 
     Raises:
         VerificationError: anything differs, or the process fails. The message says what.
-        InputError: there is no window, or `compared` is not positive.
+        InputError: there is no window.
     """
-    if len(inputs) < 1 or compared < 1:
-        raise InputError(f"at least one window must be compared, got {len(inputs)} windows and compared={compared}")
+    if len(inputs) < 1:
+        raise InputError("at least one window must be compared, got none")
     model = as_dtype(model, compute or model.dtype)
     checkpoint = wrap(model)
     if like is not None:
         checkpoint = replace(checkpoint, objective=like.objective, stack=like.stack, layer_keys=like.layer_keys)
-    ours = [model_output(checkpoint, inputs[index : index + 1])[0] for index in range(min(compared, len(inputs)))]
+    ours = [model_output(checkpoint, inputs[index : index + 1])[0] for index in range(min(COMPARED, len(inputs)))]
     is_loss = checkpoint.objective == "loss"
     rows = ours[0].shape[0]
     positions = torch.linspace(0, rows - 1, min(POSITIONS, rows)).round().long() if is_loss else torch.arange(rows)
     lengths = _generation(checkpoint, rows, new_tokens)
     request = {
-        "out": str(Path(out).resolve()), "device": device, "compared": compared,
+        "out": str(Path(out).resolve()), "device": device, "compared": COMPARED,
         "is_causal": is_loss and checkpoint.stack is None, "layer_keys": checkpoint.layer_keys,
         "is_loss": is_loss, "has_head": checkpoint.objective in OF_HEAD,
         "is_whole": checkpoint.measured is checkpoint.model,

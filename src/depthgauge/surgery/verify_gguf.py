@@ -74,10 +74,7 @@ def not_checked() -> str:
 def compare_with_llama(path: Path, model: Any, window: Int[Tensor, " n"]) -> LlamaComparison:
     """Continue the beginning of a window greedily with a model, and let llama.cpp predict each token of it.
 
-    Args:
-        path: the GGUF file.
-        model: the transformers model with the same weights.
-        window: token ids.
+    The GGUF file and the transformers model have the same weights.
 
     Raises:
         VerificationError: llama.cpp cannot load the file, or fails; the message says why.
@@ -143,10 +140,7 @@ def compare_source(path: Path, model: Any, window: Int[Tensor, " n"]) -> LlamaCo
 def require_same(out: str | Path, found: LlamaComparison, source: LlamaComparison) -> None:
     """Raise unless llama.cpp computes with the written file what transformers computes with its weights.
 
-    Args:
-        out: the name of the file.
-        found: the comparison of the written file.
-        source: the comparison of the file that it was made from, which measures the rounding of llama.cpp.
+    `source` is the comparison of the file that `out` was made from, which measures the rounding of llama.cpp.
     """
     allowed = max(LEAST, FACTOR * source.difference)
     if not (found.difference <= allowed and found.gap <= TIE * allowed):

@@ -71,15 +71,10 @@ def write_gguf(
     changed: Mapping[str, EncodedTensor],
     progress: Step,
 ) -> None:
-    """Write a GGUF file with some blocks of another one, renumbered.
+    """Write a GGUF file with the blocks `kept` of another one, `layout`, renumbered.
 
-    Args:
-        path: the file to write.
-        layout: the other file.
-        kept: the blocks, in increasing order.
-        fields: the metadata; see `shrunk_fields`.
-        changed: the bytes of tensors that are not copied, by their name in the other file.
-        progress: called for every tensor.
+    `fields` is the metadata, see `shrunk_fields`. `changed` has the tensors that are not copied, by their name in the
+    other file.
     """
     library = gguf()
     writer = library.GGUFWriter(path, layout.architecture)
@@ -109,14 +104,7 @@ def write_gguf(
 
 
 def provenance(layout: GgufLayout, name: str, sha256: str, removed: Sequence[int]) -> dict[str, tuple[Any, list[Any]]]:
-    """Return the metadata that says where a shrunk file comes from.
-
-    Args:
-        layout: the source file.
-        name: its name.
-        sha256: its digest.
-        removed: the removed blocks, counted from 0 in the source.
-    """
+    """Return the metadata that says where a shrunk file comes from: `layout`, `name` and `sha256` are of the source."""
     types, left = gguf().GGUFValueType, layout.layers - len(removed)
     title = str(layout.fields.get("general.name", (name, []))[0])
     return {
@@ -130,15 +118,12 @@ def provenance(layout: GgufLayout, name: str, sha256: str, removed: Sequence[int
 
 
 @torch.no_grad()
-def check_written(path: Path, out: str | Path, model: Any) -> None:
+def check_written(path: Path, out: str | Path, model: Any, stream: bool = False) -> None:
     """Read a written file with transformers and raise unless every weight equals that of the model in memory.
 
-    Args:
-        path: the file.
-        out: the name that it will have.
-        model: the model in memory, whose weights are those that the file should hold.
+    Errors call the file `out`, the name that it will have. With `stream`, its weights have no room in memory.
     """
-    placement = Placement(dtype=str(model.dtype).removeprefix("torch."), device="cpu")
+    placement = Placement(dtype=str(model.dtype).removeprefix("torch."), device="cpu", stream=stream)
     try:
         read = load_model(Source(path.parent, path.name), model.config, placement).model.state_dict()
     except CheckpointError as error:

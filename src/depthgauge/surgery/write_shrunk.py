@@ -14,7 +14,8 @@ import torch
 from depthgauge._format import contiguous, counted, number, ranges
 from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.input_kinds import TEXT
-from depthgauge.checkpoints.load import HEADROOM, Checkpoint, free_memory, parameter_count
+from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord

@@ -40,17 +40,8 @@ def write_shrunk_gguf(
     transformers must read every weight as it is in memory. Then llama.cpp runs the file, unless it is not installed.
     The file gets its name after all checks, and the record is written just before.
 
-    Args:
-        shrunk: the model, with its weights as they will be stored.
-        record: the result without the losses of the shrunk model.
-        certifier: the certify windows.
-        opened: the source model.
-        out: the file.
-        overwrite: replace a file that exists.
-        journal: notes the record before it is written.
-        finish: completes the record once everything was measured.
-        durations: the parts of the run.
-        source: what llama.cpp makes of the source model; None without llama.cpp.
+    `record` is the result without the losses of the shrunk model, which `finish` completes once everything was
+    measured. `source` is what llama.cpp makes of the source model; None without llama.cpp.
 
     Raises:
         VerificationError: the file is not the model in memory; nothing is written.
@@ -68,7 +59,7 @@ def write_shrunk_gguf(
         write_gguf(path, layout, kept, fields, shrunk.encoded, certifier.progress)
         with durations("reading the file back"):
             certifier.progress(0, 1, "reading the file back")
-            check_written(path, out, model)
+            check_written(path, out, model, checkpoint.stream is not None)
         if source is None:
             record = msgspec.structs.replace(record, notes=(*record.notes, not_checked()))
         else:

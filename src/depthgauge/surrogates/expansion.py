@@ -24,11 +24,7 @@ class Expansion:
     is_causal = False
 
     def __init__(self, network: SelfAttentionNetwork) -> None:
-        if (
-            network.causal != self.is_causal
-            or network.norm != "none"
-            or any(layer.mlp is not None for layer in network)
-        ):
+        if network.causal != self.is_causal or network.norm != "none" or network.has_mlp:
             kind = "causal" if self.is_causal else "not causal"
             raise InputError(f"the expansion applies to networks that are {kind} and have neither MLP nor LayerNorm")
         if any(one is not None for layer in network for one in (layer.query_bias, layer.output_bias)):

@@ -46,12 +46,7 @@ def evaluate_models(
 ) -> EvaluateRecord:
     """Measure the models one after the other; every option, file and task is checked before weights are read.
 
-    Args:
-        sources: the models by the names that they have in the result; the others are compared with the first.
-        settings: the options.
-        texts: names and files for the perplexity.
-        progress: called with (done, total, label) as the work advances.
-        message: called with a sentence where there is something to tell.
+    `sources` has the models by their names in the result, and `texts` the names and files for the perplexity.
     """
     started, placement = time.perf_counter(), Placement.of(settings)
     work = prepare_evaluation(settings, message, texts)

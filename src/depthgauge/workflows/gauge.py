@@ -25,22 +25,11 @@ class GaugeResult(GaugeRecord, frozen=True, kw_only=True):
     """The result of `gauge`: a record of subjects that can be saved, tabulated and drawn."""
 
     def save(self, path: str | Path) -> None:
-        """Write the result document to a JSON file, atomically; a file that exists is replaced.
-
-        Args:
-            path: the file.
-        """
+        """Write the result document to a JSON file, atomically; a file that exists is replaced."""
         write_text(path, self.dump())
 
     def report(self, path: str | Path) -> Path:
-        """Write the result as one self-contained HTML page (extra `report`).
-
-        Args:
-            path: the page to write.
-
-        Returns:
-            The path of the page.
-        """
+        """Write the result as one self-contained HTML page (extra `report`), and return its path."""
         return write_report(self, path)
 
 
@@ -136,14 +125,8 @@ def expect_gauge(
 ) -> EstimateRecord:
     """Estimate what `gauge` would take on a checkpoint, without weights: those on the hub are not downloaded.
 
-    Args:
-        target: a directory with a config.json, a GGUF file, or a name on the hub.
-        options: what `gauge` would do.
-        message: called with a sentence where there is something to tell.
-        **fields: any option of `GaugeOptions` by name; overrides `options`.
-
-    Raises:
-        InputError: the target or an option cannot be used, or no blocks can be built from its configuration.
+    The arguments are those of `gauge`. An InputError says that the target or an option cannot be used, or that no
+    blocks can be built from its configuration.
     """
     found, asked = resolve_target(target), make_options(options, fields)
     asked.refuse_other_kind(found.kind, found.description)
@@ -156,10 +139,7 @@ def expect_gauge(
 
 
 def load_result(path: str | Path) -> GaugeResult:
-    """Read a result that `GaugeResult.save` or `depthgauge gauge --out` wrote.
-
-    Args:
-        path: the JSON file.
+    """Read a result that `GaugeResult.save` or `depthgauge gauge --out` wrote to a JSON file.
 
     Raises:
         ResultError: the file is not a result; the message names the place that does not fit.

@@ -135,9 +135,10 @@ def gauge_checkpoint(
         placement = fitted(source, config, placement, message)
     given = windows if isinstance(windows, GivenWindows) else None
     estimate = None
-    with suppress(CheckpointError):  # no few blocks of this model can be timed; loading says more
-        estimate = estimate_gauge(request, config, given, placement)
-        message(estimate.sentence if journal.ranks.count == 1 else f"{estimate.sentence}, in one process")
+    if journal.ranks.index == 0:  # processes that time blocks together would disturb each other
+        with suppress(CheckpointError):  # no few blocks of this model can be timed; loading says more
+            estimate = estimate_gauge(request, config, given, placement)
+            message(estimate.sentence if journal.ranks.count == 1 else f"{estimate.sentence}, in one process")
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
             checkpoint = wrap(target.model, str(target.name))
@@ -210,7 +211,8 @@ def measure_weights(
 
     def of_layer(layer: int) -> list[CircuitSizes]:
         progress(layer, len(stack), f"weights of layer {layer}")
-        return [circuit_sizes(head) for head in head_weights(checkpoint, stack.blocks[layer])]
+        with checkpoint.resident(layer):
+            return [circuit_sizes(head) for head in head_weights(checkpoint, stack.blocks[layer])]
 
     return ranks.each(of_layer, len(stack.blocks)), []
 

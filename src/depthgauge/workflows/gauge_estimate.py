@@ -64,7 +64,7 @@ def estimate_gauge(
         window = usual_window(tokens, context) if asked.window is None else asked.window
         example, windows = torch.zeros(1, window, dtype=torch.long), max(1, tokens // window)
     parts = few_blocks(whole, placement)
-    costs = measure_costs(parts, example, together=False)
+    costs = measure_costs(parts, example, together=False, streams=placement.stream)
     seconds = {"loading": costs.load + 4 * costs.window, "weights": _weights(parts)}
     reads_of = {"loading": 1, "weights": 1}
     if not asked.weights_only:
@@ -78,7 +78,7 @@ def estimate_gauge(
         reads_of |= {"heads": windows, "what-ifs": len(request.kinds)}
     seconds = {name: value for name, value in seconds.items() if value}
     streamed = {}
-    if source is not None and source.gguf is None:
+    if source is not None:
         streamed = {name: value + reads_of[name] * costs.passed for name, value in seconds.items()}
     on_cpu = parts.few.device.type == "cpu"
     weights, held = costs.parameters * costs.itemsize, _held(costs, whole)

@@ -87,14 +87,7 @@ class ShrinkResult:
         return write_shrunk(self.model, self.record, self.certifier, checkpoint, tokenizer, out, overwrite=overwrite)
 
     def report(self, path: str | Path) -> Path:
-        """Write the result as one self-contained HTML page (extra `report`).
-
-        Args:
-            path: the page to write.
-
-        Returns:
-            The path of the page.
-        """
+        """Write the result as one self-contained HTML page (extra `report`), and return its path."""
         return write_report(self.record, path)
 
 
@@ -243,15 +236,8 @@ def expect_shrink(
 ) -> EstimateRecord:
     """Estimate what `shrink` would take, without weights: those of a model on the hub are not downloaded.
 
-    Args:
-        model: a directory with a config.json, a GGUF file, or a name on the hub.
-        options: what `shrink` would do.
-        makes: what it would end with: `PLAN`, `DIRECTORY` or `GGUF`.
-        plan: the plan that it would follow.
-        message: called with a sentence where there is something to tell.
-
-    Raises:
-        InputError: the model or an option cannot be used, or no blocks can be built from its configuration.
+    `makes` is what it would end with: `PLAN`, `DIRECTORY` or `GGUF`. The other arguments are those of `shrink`. An
+    InputError says that the model or an option cannot be used, or that no blocks can be built from its configuration.
     """
     followed = None if plan is None else read_plan(plan)
     settings = _settings(options, {}, followed)

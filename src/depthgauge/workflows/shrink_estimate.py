@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from depthgauge._format import duration
+from depthgauge.checkpoints.dense_states import STATES_SHARE
 from depthgauge.checkpoints.given_inputs import prepared
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.load import Checkpoint, Placement
@@ -20,10 +21,10 @@ from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.block_sizes import requested_counts
 from depthgauge.surgery.calibration import BUILT_IN_WINDOWS, SAMPLE_TOKENS
 from depthgauge.surgery.candidates import HEADLESS
-from depthgauge.surgery.distill import windows_per_step
+from depthgauge.surgery.distill import TRAINING, windows_per_step
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import calibration_request
-from depthgauge.surgery.part_costs import LIBRARIES, PartCosts, few_blocks, measure_costs
+from depthgauge.surgery.part_costs import LIBRARIES, PartCosts, few_blocks, measure_costs, update_time
 from depthgauge.surgery.shrunk_model import HEAL_TOKENS, MOST_ROUNDS, ROUND
 from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
 from depthgauge.surgery.student import Effort, effort_of
@@ -69,6 +70,7 @@ class ShrinkJob:
     - `task_tokens`: tokens that a model reads to answer the tasks, if there are any
     - `streams`: whether the weights are read in every pass over the blocks; nothing is then sampled or trained, and no
       speed is measured
+    - `update`: the seconds in which a weight is changed by a training step in main memory, if the GPU has no room
     """
 
     effort: Effort
@@ -86,6 +88,7 @@ class ShrinkJob:
     stored: float = 4.0
     task_tokens: int = 0
     streams: bool = False
+    update: float = 0.0
 
     @property
     def finalists(self) -> int:
@@ -147,7 +150,7 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
         made = Work(kept * job.certify, job.certify, passes=kept * reads)
         if job.healed and not job.streams:
             windows = heal_windows(job.healed, effort, job.window)
-            parts["healing"] = _times(sizes, Work(kept * windows, windows))
+            parts["healing"] = _times(sizes, Work(kept * windows, windows, job.healed * _update(job, costs)))
         parts["certification"] = everything if job.makes == DIRECTORY else everything + _times(sizes, made)
         spoken = _SPEED_RUNS * NEW_TOKENS * costs.token
         if not job.streams:
@@ -194,13 +197,39 @@ def _compared(job: ShrinkJob, costs: PartCosts) -> Work:
     bare = Work(0.5 * 4 * effort.select, 4 * effort.select, passes=1)
     steps = effort.steps * (1 if job.has_head else HEADLESS)
     trained = 0 if job.streams else steps * windows_per_step(effort.tokens, effort.fit, job.window)
+    moves = _MOVES * after * _REPAIRED * costs.block_parameters * costs.itemsize / _WRITTEN
     repair = Work(
         after * (_REFIT * effort.fit + (1 + _BACKWARD) * trained + 2 * effort.select),
         3 * trained + 2 * effort.select,
-        seconds=_MOVES * after * _REPAIRED * costs.block_parameters * costs.itemsize / _WRITTEN,
+        seconds=moves + (0 if job.streams else steps * _update(replace(job, healed=0), costs)),
         passes=5 * after,
     )
     return _times(len(job.counts), bare + _times(job.finalists, repair))
+
+
+def _update(job: ShrinkJob, costs: PartCosts) -> float:
+    """Return how much longer a training step takes because the weights are changed in main memory."""
+    return job.update * (1 if job.healed else _AFTER) * _trained(job, costs)
+
+
+def _trained(job: ShrinkJob, costs: PartCosts) -> float:
+    """Return how many weights are trained at most."""
+    if job.streams:
+        return 0
+    share = 1 if job.healed else _REPAIRED if job.repairs else 0
+    return share * job.kept * costs.block_parameters
+
+
+def _states(job: ShrinkJob, costs: PartCosts) -> float:
+    """Return the bytes of the dense model's states on the windows that are kept."""
+    windows = job.effort.select + (job.effort.fit if job.repairs else 0)
+    return (job.layers + 1) * windows * costs.tokens * costs.width * costs.itemsize
+
+
+def _states_there(job: ShrinkJob, costs: PartCosts) -> float:
+    """Return the bytes of these states on the device: all of them if they have room, or none."""
+    states = _states(job, costs)
+    return states if states < STATES_SHARE * costs.room else 0
 
 
 def heal_windows(steps: int, effort: Effort, window: int) -> float:
@@ -245,7 +274,7 @@ def estimate_shrink(
         certify += request.samples.certify * bool(request.texts) + BUILT_IN_WINDOWS
         samples, length = pieces * request.samples.total, -(-request.window // pieces)
     parts = few_blocks(whole, placement)
-    costs = measure_costs(parts, example, samples=samples)
+    costs = measure_costs(parts, example, samples=samples, sample_tokens=length, streams=placement.stream)
     removed = settings.layers_to_remove(whole.layers, whole.name) if plan is None else plan.removed
     if removed is not None:
         counts: tuple[int, ...] = (len(removed),)
@@ -272,8 +301,14 @@ def estimate_shrink(
         stored=written,
         task_tokens=task_tokens,
     )
+    device = parts.few.device
+    if device.type != "cpu":
+        if not (there := _states_there(job, costs)):
+            costs = replace(costs, blocks=costs.blocks + costs.moved)
+        if TRAINING * _trained(job, costs) > costs.room - there:
+            job = replace(job, update=update_time(device))
     streamed = {}
-    if source is not None and source.gguf is None:
+    if source is not None:
         streamed = {name: one.streamed(costs) for name, one in work_of(replace(job, streams=True), costs).items()}
     work = work_of(job, costs)
     resident = {name: one.resident(costs) for name, one in work.items()}
@@ -281,7 +316,7 @@ def estimate_shrink(
         str(count): sum(one.divided(costs, count if name in _DIVIDED else 1) for name, one in work.items())
         for count in PROCESSES
     }
-    gpu, ram, disk = _bytes(replace(job, streams=placement.stream), costs, parts.few.device.type)
+    gpu, ram, disk = needed_bytes(replace(job, streams=placement.stream), costs, device.type)
     return EstimateRecord(
         **costs.described(parts),
         parts=streamed if placement.stream else resident,
@@ -294,27 +329,32 @@ def estimate_shrink(
     )
 
 
-def _bytes(job: ShrinkJob, costs: PartCosts, device: str) -> tuple[float, float, float]:
+def needed_bytes(job: ShrinkJob, costs: PartCosts, device: str) -> tuple[float, float, float]:
     """Return the largest number of bytes on a GPU, in memory and on disk at a time."""
-    effort, size = job.effort, costs.itemsize
+    size = costs.itemsize
     weights, blocks = float(costs.parameters * size), costs.block_parameters
     smaller = weights - (1 - job.kept) * blocks * size
     if job.streams:  # one block is in memory, and the next one
         weights = smaller = weights - (1 - 2 / job.layers) * blocks * size
-    states = (job.layers + 1) * (effort.select + (effort.fit if job.repairs else 0)) * costs.tokens * costs.width * size
-    changed = 0 if job.streams else job.kept * blocks * (1 if job.healed else _REPAIRED if job.repairs else 0)
-    # Original and former weights, gradients, and the float32 copies with their gradients and two means of AdamW.
-    training = changed * (3 * size + 4 * 4) + 3 * costs.output
-    fresh = smaller if job.makes == DIRECTORY else 0
-    model = weights + states + max(training, smaller, 2 * costs.output)
+    states, changed = _states(job, costs), _trained(job, costs)
+    originals, training = 2 * size * changed, TRAINING * changed
     # The journal has the weights of every repair, and the state of AdamW.
     kept = job.finalists * _REPAIRED * job.kept * blocks * size + (12 * changed if job.healed else 0)
     written = len(job.counts) * job.stored * (costs.parameters - (1 - job.kept) * blocks)
     disk = written + kept if job.makes in (DIRECTORY, GGUF) else 0
+    fresh = smaller if job.makes == DIRECTORY else 0
     libraries = LIBRARIES["cpu" if device == "cpu" else "cuda"] * (2 if fresh else 1)
     if device == "cpu":
+        gradients = size * changed
+        model = weights + states + max(originals + gradients + training + 3 * costs.output, smaller)
         return 0, model + fresh + libraries, disk
-    return model + fresh, libraries + weights, disk
+    # What has no room on the GPU is in main memory, where a streamed model has the pages that it copies.
+    there = _states_there(job, costs)
+    trained = 0 if job.update else training
+    checked = min(fresh, costs.room - there)
+    gpu = weights + there + max(trained, 3 * costs.output, checked)
+    ram = libraries + (weights if job.streams else originals)
+    return gpu, ram + states - there + training - trained + fresh - checked, disk
 
 
 def time_left(estimate: EstimateRecord, done: Mapping[str, float]) -> str:

@@ -92,10 +92,6 @@ class TorchBackend:
         self.rates, self.causal_chunk = rates, causal_chunk
         self._multinomials: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def supports(self, problem: Problem, degree: int) -> bool:
-        """Return True: torch supports every shape, dtype and degree."""
-        return True
-
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v."""
         return survey(problem)

@@ -72,7 +72,11 @@ class FeatureBuffer:
 
 
 class Featurizer:
-    """`features` for many chunks of a few shapes, in reused buffers."""
+    """All monomials up to a degree, the constant first, of many chunks of a few shapes, in reused buffers.
+
+    >>> Featurizer(2)(torch.tensor([[2.0], [3.0]])).flatten()
+    tensor([1., 2., 3., 4., 6., 9.])
+    """
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -86,20 +90,11 @@ class Featurizer:
         return self._buffers[key].fill(x)
 
 
-def features(x: Tensor, degree: int) -> Tensor:
-    """Return all monomials up to a degree, the constant first: [..., d, n] → [..., C(d+g, g), n].
-
-    >>> features(torch.tensor([[2.0], [3.0]]), 2).flatten()
-    tensor([1., 2., 3., 4., 6., 9.])
-    """
-    return FeatureBuffer(x, degree).fill(x)
-
-
 def features_vjp(x: Tensor, phi: Tensor, grad: Tensor, degree: int) -> Tensor:
-    """Return the gradient of ⟨grad, features(x)⟩ with respect to x, [..., d, n]. It overwrites `grad`.
+    """Return the gradient of ⟨grad, φ(x)⟩ with respect to x, [..., d, n]. It overwrites `grad`.
 
-    `phi` is features(x). The blocks are visited from the highest degree down: the product x_a · tail adds grad·tail to
-    the gradient of x_a and grad·x_a to that of the block below.
+    `phi` is φ(x), the features. The blocks are visited from the highest degree down: the product x_a · tail adds
+    grad·tail to the gradient of x_a and grad·x_a to that of the block below.
     """
     dim = x.shape[-2]
     out = torch.zeros_like(x)

@@ -31,6 +31,7 @@ from depthgauge.papers.trained_depth.bounded_training import BatchTrainer, Train
 from depthgauge.papers.trained_depth.experiment import DEFAULTS, UNBOUNDED, member_seeds, options_of, shape_of
 from depthgauge.papers.trained_depth.generated_tasks import GENERATED, find_task
 from depthgauge.papers.trained_depth.trained_records import examine
+from depthgauge.results.record import finite
 from depthgauge.surrogates.closed_forms import METHODS, drift_matrix, refusal
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.parameters import (
@@ -127,7 +128,7 @@ def collapse_error(cell: Cell) -> Values:
     surrogate = collapse(network, p["method"], radius=p["radius"], seed=cell.seed("fit"))
     with torch.no_grad():
         truth, guess = network(x), surrogate(x)
-    return {"error": _finite(max_norm(truth - guess)), "output": _finite(max_norm(truth))}
+    return {"error": finite(max_norm(truth - guess)), "output": finite(max_norm(truth))}
 
 
 def certificate(cell: Cell) -> Values:
@@ -154,9 +155,9 @@ def depth(cell: Cell) -> Values:
     seen = effective_depth(network, tolerance=p["tolerance"], certified=False, x=_inputs(cell, p["samples"]))
     return {
         "certified": proved.layers,
-        "certified_error": _finite(proved.error),
+        "certified_error": finite(proved.error),
         "measured": seen.layers,
-        "measured_error": _finite(seen.error),
+        "measured_error": finite(seen.error),
     }
 
 
@@ -181,12 +182,12 @@ def rank_collapse(cell: Cell) -> Values:
         "log10_bound": _log10(bounds, largest),
         "log10_ratio_dong": _log10([state.log_residual("composite", "mean") for state in states], composite),
         "log10_dong": _log10(dong, composite),
-        "one_layer": [_finite(_one_layer_error(network, x, X, ell)) for ell, X in enumerate(joined)],
+        "one_layer": [finite(_one_layer_error(network, x, X, ell)) for ell, X in enumerate(joined)],
     }
 
 
 def _log10(logs: list[float], scales: list[float]) -> list[float | None]:
-    return [_finite((log - scale) / math.log(10)) for log, scale in zip(logs, scales, strict=True)]
+    return [finite((log - scale) / math.log(10)) for log, scale in zip(logs, scales, strict=True)]
 
 
 def _one_layer_error(network: SelfAttentionNetwork, x: torch.Tensor, X: torch.Tensor, ell: int) -> torch.Tensor:
@@ -296,11 +297,6 @@ def records_of(models: Sequence[TrainedModel], parameters: Mapping[str, Any]) ->
     """Return the result of a cell from its trained models."""
     found = [asdict(examine(model, parameters["test"], depths=parameters["depths"])) for model in models]
     return {"chance": models[0].task.chance, **{name: [record[name] for record in found] for name in found[0]}}
-
-
-def _finite(value: torch.Tensor | float) -> float | None:
-    plain = float(value)
-    return plain if math.isfinite(plain) else None
 
 
 TASKS: dict[str, Task] = {

@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import torch
-from numpy.random import Generator as Random
 
 from depthgauge.network.random_networks import random_network
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Instance, Observed, Size
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Observed
+from depthgauge.papers.ledger.corrected.exact_expansion import drawn
 from depthgauge.papers.ledger.formulas import scores, softm
-from depthgauge.papers.ledger.instances import matrix, searched, sizes
+from depthgauge.papers.ledger.instances import searched, sizes
 from depthgauge.surrogates.closed_forms import closed_form
 
 ORDER = 3
@@ -64,13 +64,6 @@ def _expanded(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluat
     return {"X_L": state}, state, right
 
 
-def _drawn(random: Random, size: Size) -> Instance:
-    n, d, H, L = size["n"], size["d"], size["H"], size["L"]
-    eta = random.choice((0.01, 0.1, 0.5, 1.0))
-    weights = {name: eta * matrix(random, L, H, d, d) for name in ("Q", "K", "V")}
-    return {"X": np.clip(matrix(random, n, d), -1, 1), **weights}
-
-
 def _slopes() -> Observed:
     """Compute how the error of the mean-field layer falls when η is halved, on random networks and inputs."""
     found = []
@@ -94,7 +87,7 @@ _WHERE = "docs/math.md §3.12"
 
 CLAIMS: tuple[Claim, ...] = (
     searched(
-        "ours.causal-expansion", _WHERE, ("X_L", "the expansion"), _expanded, _drawn,
+        "ours.causal-expansion", _WHERE, ("X_L", "the expansion"), _expanded, drawn,
         sizes(n=(2, 3, 3), d=(1, 2, 2), H=(1, 1, 2), L=(1, 2, 3)),
         "row i sees the tokens 1 to i; C_ij = 1/i for j ≤ i; E_k = Σ_h (P_kh − C) X_k V_kh; with skip connections",
         statement="X_L = Σ_m C^m X e_m(0:L) + Σ_k Σ_m C^m E_k e_m(k+1:L)", relation="=",

@@ -82,7 +82,8 @@ def _without_scores(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> E
     return {"S(X)": end}, end, _mean_field(X, V, np.eye(X.shape[1], dtype=object))
 
 
-def _drawn(random: Random, size: Size) -> Instance:
+def drawn(random: Random, size: Size) -> Instance:
+    """Draw an input of the box and the weights of a network of some size η."""
     n, d, H, L = size["n"], size["d"], size["H"], size["L"]
     eta = random.choice((0.01, 0.1, 0.5, 1.0))
     weights = {name: eta * matrix(random, L, H, d, d) for name in ("Q", "K", "V")}
@@ -102,17 +103,17 @@ _WHERE = "docs/math.md §3"
 
 CLAIMS: tuple[Claim, ...] = (
     searched(
-        "ours.expansion", _WHERE, ("X_L", "the expansion"), _expanded, _drawn, _SIZES,
+        "ours.expansion", _WHERE, ("X_L", "the expansion"), _expanded, drawn, _SIZES,
         "E_k = Σ_h (P_kh − U) X_k V_kh, N_{k:ℓ} = (I + V_k) ⋯ (I + V_{ℓ−1}), U = 11ᵀ/n; with skip connections",
         statement="X_L = X + 1·mean(X)(N_{0:L} − I) + Σ_k [E_k + 1·mean(E_k)(N_{k+1:L} − I)]", relation="=",
     ),
     searched(
-        "ours.mean-field-exact", _WHERE, ("S(X)", "X + 1·mean(X)(N_{0:L} − I)"), _without_scores, _drawn, _SIZES,
+        "ours.mean-field-exact", _WHERE, ("S(X)", "X + 1·mean(X)(N_{0:L} − I)"), _without_scores, drawn, _SIZES,
         "Q Kᵀ = 0 in every head; with skip connections",
         statement="S(X) = X + 1·mean(X)(N_{0:L} − I) when all scores are zero, for every V", relation="=",
     ),
     searched(
-        "ours.mean-field-certificate", _WHERE, ("‖S(X) − S'(X)‖max", "max_a (own_L + common_L)_a"), _certified, _drawn,
+        "ours.mean-field-certificate", _WHERE, ("‖S(X) − S'(X)‖max", "max_a (own_L + common_L)_a"), _certified, drawn,
         _SIZES, "‖X‖max ≤ φ, any number of tokens; own and common by the plain recursion; with skip connections",
         statement="‖S(X) − S'(X)‖max ≤ max_a (own_L + common_L)_a, where S' is the mean-field layer", starts=_aligned,
         note="`depthgauge collapse` computes a smaller bound; this one is simple enough to check by hand.",
