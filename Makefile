@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Two worker processes, one thread each: linear algebra libraries would otherwise fight over the cores.
 WORKERS ?= 2
-PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Compiled code of the project is kept, also where the environment says otherwise: each worker would compile all tests again.
+PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme soak bench clean
 help:

@@ -7,6 +7,7 @@ The checks of annotations double the time of the tests. They run if the variable
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -59,6 +60,24 @@ torch.set_num_threads(1)
 def _no_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no command print progress before its first result, however slow the machine is at this moment."""
     monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 3600.0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_training() -> Iterator[None]:
+    """Let `shrink --effort quick` train for a few steps; a test that needs more asks for `whole_training`."""
+    from tiny_shrinks import STEPS, train_for
+
+    with pytest.MonkeyPatch.context() as patch:
+        train_for(STEPS, patch)
+        yield
+
+
+@pytest.fixture
+def whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `shrink --effort quick` train for as many steps as users have."""
+    from tiny_shrinks import train_for
+
+    train_for(80, monkeypatch)
 
 
 @pytest.fixture

@@ -1,20 +1,25 @@
 """Runs that several processes divide: `python divided_runs.py FOLDER` in each of them, started as torchrun does.
 
-Process RANK writes what it has found to FOLDER/COUNT-RANK.json.
+Process RANK writes what it has found to FOLDER/COUNT-RANK.json. `python divided_runs.py shrink …` is the command line,
+with as few training steps as the tests have.
 """
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tiny_shrinks import STEPS
 from torch.distributed import TCPStore
 
 from depthgauge._ranks import ALONE, Ranks
+from depthgauge.cli.main import main as command_line
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError
+from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.gauge import gauge
 from depthgauge.workflows.shrink import shrink
 from depthgauge.workflows.shrink_run import ShrinkRun
@@ -92,4 +97,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    EFFORT["quick"] = replace(EFFORT["quick"], steps=STEPS)  # type: ignore[index]
+    if sys.argv[1] == "shrink":
+        command_line()
+    else:
+        main(Path(sys.argv[1]))

@@ -6,6 +6,7 @@ from typing import Any
 from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import (
+    AccuracyRecord,
     EvaluatedModel,
     EvaluatedTask,
     EvaluatedText,
@@ -20,24 +21,35 @@ def answers(right: int, items: int, shift: int = 0) -> list[bool]:
     return [(k + shift) % items < right for k in range(items)]
 
 
+def answers_of(model: int, items: int) -> list[bool]:
+    return answers(items * 3 // 4 - 4 * model, items, 2 * model)
+
+
+@cache
+def accuracy_of(model: int, items: int) -> AccuracyRecord:
+    return accuracy_record(answers_of(model, items), answers_of(0, items) if model else None)
+
+
+@cache
+def mean_of(model: int) -> AccuracyRecord:
+    found, first = ([answers_of(one, items) for items in (60, 40)] for one in (model, 0))
+    return mean_record(found, first if model else None)
+
+
 @cache
 def evaluation(*names: str) -> EvaluateRecord:
     """Return a record of these models; later models answer fewer items right."""
     names = names or ("./model", "./smaller")
-    tasks, main = [], []
+    tasks = []
     for task, items, metrics in (("piqa", 60, ("acc", "acc_norm")), ("winogrande", 40, ("acc",))):
         for metric in metrics:
-            found = [answers(items * 3 // 4 - 4 * k, items, 2 * k) for k in range(len(names))]
-            rows = [accuracy_record(one, found[0] if k else None) for k, one in enumerate(found)]
             is_main = metric == metrics[-1]
-            main += [found] if is_main else []
             tasks.append(
                 EvaluatedTask(
                     task=task, metric=metric, is_main=is_main, items=items, all_items=1000, shots=0, sha256="ab" * 32,
-                    results=tuple(rows),
+                    results=tuple(accuracy_of(k, items) for k in range(len(names))),
                 )
             )  # fmt: skip
-    mean = [mean_record([one[k] for one in main], [one[0] for one in main] if k else None) for k in range(len(names))]
     texts = [
         PerplexityRecord(
             loss=3.0 + k, perplexity=20.1 + k, bits_per_byte=0.9 + k, windows=8, tokens=8 * 511, low=2.9, high=3.1,
@@ -55,7 +67,7 @@ def evaluation(*names: str) -> EvaluateRecord:
             for k, name in enumerate(names)
         ),
         tasks=tuple(tasks),
-        mean=tuple(mean),
+        mean=tuple(mean_of(k) for k in range(len(names))),
         texts=(EvaluatedText(name="wikitext2", source="w.txt", sha256="cd" * 32, window=512, results=tuple(texts)),),
         settings=EvaluateOptions(tasks="piqa,winogrande", limit=60, perplexity=("wikitext2:w.txt",)),
         notes=("a remark",),

@@ -1,5 +1,6 @@
 """Tiny checkpoints for `shrink`, and short runs of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ from tiny_checkpoints import save_tokenizer
 from tiny_models import tiny_model
 
 from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import ShrinkResult, shrink
 
 LAYERS = 4
+STEPS = 8
+"""How long the repair of `--effort quick` trains in tests; the 80 steps of users take most of the time of a run."""
 
 
 def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Path:
@@ -25,6 +29,11 @@ def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: in
 def quick(model: Any, text: Path | None, **changes: Any) -> ShrinkResult:
     keywords: dict[str, Any] = {"window": 16, "effort": "quick", "text": text} | changes
     return shrink(model, **keywords)
+
+
+def train_for(steps: int, patch: Any) -> None:
+    """Let the repair of `--effort quick` train for this many steps."""
+    patch.setitem(EFFORT, "quick", replace(EFFORT["quick"], steps=steps))
 
 
 def without_estimate(monkeypatch: Any) -> None:

@@ -1,7 +1,9 @@
 """Tiny models of every family after a short training: random weights say nothing about which blocks matter."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from tiny_training import VOCABULARY, batches
 from depthgauge.checkpoints.model_output import model_output, window_losses
 from depthgauge.surgery.shrinker import Shrinker
 
+LAYERS, STEPS = 5, 60
 FIRST = 3
 """The smallest token id that is not special."""
 
@@ -20,12 +23,18 @@ def sequences(seed: int, count: int, length: int = 24) -> torch.Tensor:
     return next(batches(seed, batch=count, tokens=length)) + FIRST
 
 
-def trained_model(name: str, layers: int = 5, steps: int = 80) -> Any:
+def trained_model(name: str) -> Any:
     """Return a model that was trained to predict the next token; an encoder, to find the original of noisy tokens."""
-    model = tiny_model(name, spread=0.15, layers=layers).train()
+    return copy.deepcopy(_trained(name))
+
+
+@cache
+def _trained(name: str) -> Any:
+    torch.manual_seed(0)  # of the dropout
+    model = tiny_model(name, spread=0.15, layers=LAYERS).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     noise = torch.Generator().manual_seed(1)
-    for ids in _stream(steps):
+    for ids in _stream():
         if name in ENCODERS:
             is_noisy = torch.rand(ids.shape, generator=noise) < 0.2
             drawn = torch.randint(FIRST, FIRST + VOCABULARY, ids.shape, generator=noise)
@@ -41,9 +50,9 @@ def trained_model(name: str, layers: int = 5, steps: int = 80) -> Any:
     return model.eval()
 
 
-def _stream(steps: int) -> Iterator[torch.Tensor]:
+def _stream() -> Iterator[torch.Tensor]:
     for step, ids in enumerate(batches(0, batch=16, tokens=24)):
-        if step == steps:
+        if step == STEPS:
             return
         yield ids + FIRST
 

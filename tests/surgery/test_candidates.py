@@ -82,7 +82,7 @@ def test_a_stage_that_does_not_help_is_undone(damage: float, monkeypatch: pytest
                 weight += damage * weight
 
     monkeypatch.setattr(module, "distill", spoil)
-    with shrinker_of(trained_model("gemma3", steps=60)) as shrinker:
+    with shrinker_of(trained_model("gemma3")) as shrinker:
         candidates = Candidates(shrinker, 0)
         made = candidates.repair((3,))
         assert [stage.kept for stage in made.stages] == [False]
@@ -148,7 +148,7 @@ def test_the_weights_of_the_dense_model_are_put_back() -> None:
 def test_healing_is_kept_only_if_it_helps(heal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthgauge.surgery.shrunk_model.ROUND", 10)
     monkeypatch.setattr("depthgauge.surgery.shrunk_model.MOST_ROUNDS", 3)
-    with shrinker_of(trained_model("llama", steps=60)) as shrinker:
+    with shrinker_of(trained_model("llama")) as shrinker:
         settings = ShrinkOptions(remove="1", heal=heal)
         made = make_model(Candidates(shrinker, 0), {"one": (2,)}, settings, None)
         assert made.heal is not None

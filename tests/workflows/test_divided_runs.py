@@ -164,7 +164,7 @@ def test_a_killed_process_ends_the_others_and_the_run_is_resumed(
         "--out",
         str(out),
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "depthgauge"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
     run = subprocess.Popen(
         [*torchrun, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -70,7 +70,8 @@ class TracedBlock:
         place = next(self.block.parameters()).device  # with a device map, blocks may be on different devices
         self.x = x = x if place.type == "meta" else x.to(place)
         self.modules = {path: module for path, module in self.block.named_modules() if path}
-        intact = self.trace()
+        self._silent: dict[tuple[str, ...], Trace] = {}
+        intact = self.silent()
         # δ is larger than the stream and what is added to it, so that rounding of the sums is small beside it.
         sizes = [one.float().square().mean(-1, keepdim=True).sqrt() for one in (x, intact.output)]
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
@@ -106,8 +107,10 @@ class TracedBlock:
         return Trace(output.clone(), {path: one for path, one in inputs.items() if path in once}, once)
 
     def silent(self, *paths: str) -> Trace:
-        """Call the block with these submodules returning zeros."""
-        return self.trace(dict.fromkeys(paths, torch.zeros_like))
+        """Call the block with these submodules returning zeros. The search asks for the same ones again and again."""
+        if paths not in self._silent:
+            self._silent[paths] = self.trace(dict.fromkeys(paths, torch.zeros_like))
+        return self._silent[paths]
 
     def multiplier(self, path: str, at: str | None = None, silent: Sequence[str] = ()) -> float | None:
         """Return m such that δ added to the output of a submodule adds m·δ to the block's output, or None.
@@ -115,7 +118,7 @@ class TracedBlock:
         `at` names a submodule whose input takes the place of the block's output; `silent` modules return zeros.
         """
         zeros: dict[str, Change] = dict.fromkeys(silent, torch.zeros_like)
-        before = self.trace(zeros)
+        before = self.silent(*silent)
         after = self.trace({**zeros, path: lambda out: out + self.delta.reshape(out.shape)})
         ends = [one.output if at is None else one.inputs.get(at) for one in (before, after)]
         if ends[0] is None or ends[1] is None:
@@ -231,7 +234,7 @@ def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, 
 
 def derive_block(block: TracedBlock) -> Family:
     """Derive the family of one block; its sublayers are as few as possible."""
-    intact = block.trace()
+    intact = block.silent()
     last = next((p for p, out in intact.outputs.items() if block.is_norm(p) and torch.equal(out, intact.output)), None)
     for count in range(1 if last is None else 2, MOST + 1):
         if (found := _find(block, count, (), (last,))) is not None:
@@ -299,8 +302,7 @@ def _mixing(block: TracedBlock, sublayers: Sequence[str]) -> dict[str, float]:
     """Return by how much the output of each sublayer at the last token changes with the other tokens."""
     other = block.x.clone()
     other[:, :-1] = -block.x[:, :-1].flip(1)
-    quiet: dict[str, Change] = dict.fromkeys(sublayers, torch.zeros_like)
-    traces = block.trace(quiet), block.trace(quiet, other)
+    traces = block.silent(*sublayers), block.trace(dict.fromkeys(sublayers, torch.zeros_like), other)
     changes = {}
     for path in sublayers:
         before, after = (one.outputs[path][:, -1].double() for one in traces)
@@ -314,7 +316,7 @@ def _family(block: TracedBlock, found: tuple[str, ...], ends: tuple[str | None, 
     if len(found) > 1 and not mixing:
         raise NotDerivedError(f"none of {', '.join(found)} of block {block.layer} mixes tokens")
     paths = sorted(found, key=lambda path: path not in mixing[:1])  # the attention first
-    intact, parts, multipliers, reads = block.trace().outputs, list[Sublayer](), list[float | None](), len(found) == 1
+    intact, parts, multipliers, reads = block.silent().outputs, list[Sublayer](), list[float | None](), len(found) == 1
     for place, (path, end) in enumerate(zip(paths, ends, strict=True)):
         later = paths[place + 1 :]
         if not torch.equal(intact[path], block.silent(*later).outputs[path]):

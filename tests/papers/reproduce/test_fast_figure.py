@@ -18,9 +18,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FastOrDeepStudy, "LENGTH", 8192)
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for both tests, so that rows are computed once."""
+    return tmp_path_factory.mktemp("fast") / "s.db"
+
+
 @pytest.mark.usefixtures("small")
-def test_files(tmp_path: Path) -> None:
-    done = reproduce("A5", tmp_path, models=2, seed=1, engine=Local(1))
+def test_files(tmp_path: Path, store: Path) -> None:
+    done = reproduce("A5", tmp_path, models=2, seed=1, store=store, engine=Local(1))
     assert done.points == 2 * 2 * 3
     about = json.loads((tmp_path / "A5.json").read_text(encoding="utf-8"))
     assert [grid["task"] for grid in about["grids"]] == ["fast-attention", "effective-depth"]
@@ -28,9 +34,9 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_fast_at_small_weights_and_deep_at_large_weights(tmp_path: Path) -> None:
+def test_fast_at_small_weights_and_deep_at_large_weights(store: Path) -> None:
     study = find_study("A5", 2, 1)
-    results = study.compute(Computing(tmp_path / "figures.db", Local(1)))
+    results = study.compute(Computing(store, Local(1)))
     assert isinstance(study, FastOrDeepStudy)
     first, last = (study.where(results, eta=eta, tolerance=FastOrDeepStudy.TOLERANCE) for eta in (0.005, 3.0))
     assert all(row["speedup"] > 10 and row["degree"] <= 1 for row in first)
