@@ -62,9 +62,9 @@ def _no_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 3600.0)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _short_training() -> Iterator[None]:
-    """Let `shrink --effort quick` train for a few steps; a test that needs more asks for `whole_training`."""
+@pytest.fixture(scope="module")
+def short_training() -> Iterator[None]:
+    """Let `shrink --effort quick` train for a few steps in the tests of a file."""
     from tiny_shrinks import STEPS, train_for
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,10 +74,10 @@ def _short_training() -> Iterator[None]:
 
 @pytest.fixture
 def whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `shrink --effort quick` train for as many steps as users have."""
-    from tiny_shrinks import train_for
+    """Let `shrink --effort quick` train for as many steps as users have, in a file with `short_training`."""
+    from tiny_shrinks import USUAL_STEPS, train_for
 
-    train_for(80, monkeypatch)
+    train_for(USUAL_STEPS, monkeypatch)
 
 
 @pytest.fixture

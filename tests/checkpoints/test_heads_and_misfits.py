@@ -73,7 +73,6 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.usefixtures("whole_training")
 def test_a_head_is_kept_by_shrink(name: str, tmp_path: Path, corpus: Path) -> None:
     """Written by shrink, loaded by its class: the head is the same, and the model has fewer layers."""
     import transformers

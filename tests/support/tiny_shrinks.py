@@ -13,8 +13,8 @@ from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import ShrinkResult, shrink
 
 LAYERS = 4
-STEPS = 8
-"""How long the repair of `--effort quick` trains in tests; the 80 steps of users take most of the time of a run."""
+STEPS, USUAL_STEPS = 8, EFFORT["quick"].steps
+"""Steps for which the repair of `--effort quick` trains in some tests, where training takes most of the time."""
 
 
 def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Path:

@@ -29,7 +29,6 @@ def in_memory(name: str, folder: Path, layers: int = LAYERS) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["granite", "phi", "opt", "bloom", "mpnet"])
-@pytest.mark.usefixtures("whole_training")
 def test_derived_families_are_repaired(name: str, tmp_path: Path, text: Path) -> None:
     model, tokenizer = in_memory(name, tmp_path)
     record = quick(model, text, remove=1, tokenizer=tokenizer).record
