@@ -86,9 +86,7 @@ LARGEST_RATIO = 1e6
 
 def objective_label(objective: str) -> ObjectiveLabel:
     """Return the label of an objective; one that is not known is shown by its name."""
-    return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(
-        objective, objective, objective, "the objective grows by #"
-    )
+    return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(objective, objective, "the objective grows by #")
 
 
 def text_label(text: TextRecord) -> str:
