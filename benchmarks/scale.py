@@ -139,6 +139,7 @@ def measure(row: str, model: Path, text: Path, work: Path, weights: int) -> dict
         raise RuntimeError(f"{row} ended with exit code {code or found['code']}")
     record = json.loads((out / "depthgauge.json" if out.is_dir() else out.with_suffix(".json")).read_text("utf-8"))
     known = {name: record.get(name) for name in ("estimate", "durations", "notes", "stages")}
+    known["estimate"]["name"] = model.name  # without the directory
     shutil.rmtree(out, ignore_errors=True)
     return found | known | {"row": row, "whole": time.perf_counter() - began}
 
