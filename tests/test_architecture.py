@@ -20,7 +20,7 @@ LEVELS: list[set[str]] = [
     {"measures", "surrogates"},
     {"certificates"},
     {"depth", "checkpoints"},
-    {"surgery", "monitor"},
+    {"surgery", "recovery", "monitor"},
     {"sweeps"},
     {"papers"},
     {"report"},
@@ -47,6 +47,7 @@ HEAVY = {
     "wandb",
     "lm_eval",
     "datasets",
+    "torchao",
 }
 LONGEST = 450
 # A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and
