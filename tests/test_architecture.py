@@ -20,7 +20,8 @@ LEVELS: list[set[str]] = [
     {"measures", "surrogates"},
     {"certificates"},
     {"depth", "checkpoints"},
-    {"surgery", "recovery", "monitor"},
+    {"recovery"},
+    {"surgery", "monitor"},
     {"sweeps"},
     {"papers"},
     {"report"},
@@ -49,7 +50,7 @@ HEAVY = {
     "datasets",
     "torchao",
 }
-LONGEST = 450
+LONGEST = 800
 # A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and
 # a workflow, a bound has a proof and its verification, both backends have the same parts.
 DELIBERATE_PAIRS = [

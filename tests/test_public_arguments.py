@@ -83,7 +83,7 @@ def test_a_first_argument_of_a_wrong_type_is_named(name: str, tmp_path: Path, mo
     ids=["gauge", "shrink", "plan_shrink", "train_bounded"],
 )
 def test_options_are_records(call: Callable[[Any], Any], record: str) -> None:
-    for wrong in ({}, {"tokens": 4}, "tokens", [], 3, dg.MonitorOptions()):
+    for wrong in ({}, {"tokens": 4}, "tokens", [], 3, dg.results.MonitorOptions()):
         with pytest.raises(InputError, match=rf"options must be {record} or None, got {type(wrong).__name__}.*by name"):
             call(wrong)
 

@@ -11,7 +11,19 @@ import typer
 from depthgauge._format import one_line
 from depthgauge._ranks import Ranks
 from depthgauge._version import __version__
-from depthgauge.cli import claims, collapse, evaluate, gauge, random, report, reproduce, separate, shrink, sweep
+from depthgauge.cli import (
+    claims,
+    collapse,
+    evaluate,
+    gauge,
+    random,
+    recover,
+    report,
+    reproduce,
+    separate,
+    shrink,
+    sweep,
+)
 from depthgauge.cli.output import print_terms
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
@@ -30,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (gauge, shrink, evaluate, collapse, random, sweep, report):
+for verb in (gauge, shrink, recover, evaluate, collapse, random, sweep, report):
     app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="Your network or model")(verb.command)
 for verb in (claims, separate, reproduce):
     app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="The two papers")(verb.command)
@@ -38,7 +50,7 @@ for verb in (claims, separate, reproduce):
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-DIVIDED = ("gauge", "shrink")
+DIVIDED = ("gauge", "shrink", "recover")
 """The commands that several processes can run together."""
 # What typer returns when a command was interrupted, and what shells report for it.
 _INTERRUPTED = InterruptedRunError.exit_code

@@ -5,18 +5,19 @@ The trainer brings the loop, resuming, and several processes (DDP, FSDP) by acce
 and what to do if memory runs out or a loss is not finite.
 """
 
+import json
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.utils.data import SequentialSampler
 
@@ -26,12 +27,17 @@ from depthgauge.errors import is_out_of_memory, missing_extra
 from depthgauge.progress import Step, silent
 from depthgauge.recovery.divergence import APART, SELECT, Pair, trained_alone
 from depthgauge.results.record import finite
+from depthgauge.results.recover_options import Amount
 from depthgauge.results.recover_record import NO_GAIN, TIME_OVER, TOKENS_DONE, RecoveryPoint
 
 RATE = 0.003
 """Largest learning rate, as a share of the median size (root mean square) of the trained matrices, because AdamW moves
 every weight by about the rate: 1e-4 for Gemma-3-270m, 6e-4 for SmolLM2-135M, whose weights are five times as large. On
 each of them, three times as much and a third of it were worse, by the loss on a text that was not trained on."""
+STEP_TOKENS = 4096
+"""About how many tokens each step takes."""
+MOST_TOKENS = 10**9
+"""The most tokens of a training that is limited in time alone."""
 WARMUP = 20
 """Steps during which the rate grows; at most a tenth of all."""
 POINTS = 10
@@ -46,7 +52,7 @@ SAVE_EVERY = 60.0
 class Training:
     """How much to train, and how.
 
-    - `steps`, `batch`: optimizer steps, and windows of each
+    - `steps`, `batch`: optimizer steps at most, and windows of each
     - `tokens`: tokens of a window
     - `rate`: the largest learning rate
     - `seconds`: a limit in time, or None
@@ -61,6 +67,13 @@ class Training:
     seconds: float | None = None
     stops: bool = False
     save_every: float = SAVE_EVERY
+
+    @classmethod
+    def of(cls, amount: Amount, tokens: int, rate: float) -> "Training":
+        """Return the training for an amount, on windows of so many tokens."""
+        batch = max(1, round(STEP_TOKENS / tokens))
+        most = MOST_TOKENS if amount.tokens is None else amount.tokens
+        return cls(max(1, round(most / (batch * tokens))), batch, tokens, rate, amount.seconds, amount.stops)
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ def usual_rate(weights: Sequence[nn.Parameter]) -> float:
 def distil(
     pair: Pair,
     weights: Sequence[nn.Parameter],
-    order: Int[Tensor, " windows"],
+    order: Sequence[int],
     training: Training,
     *,
     folder: Path | None = None,
@@ -135,9 +148,11 @@ def distil(
         CheckpointError: a loss is not finite for the second time, or memory is too small for any way to train.
     """
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
-    initial, fit, slower = [one.detach().to("cpu", copy=True) for one in weights], Fit(training.batch // processes), 1.0
+    initial, slower = [one.detach().to("cpu", copy=True) for one in weights], 1.0
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthgauge-")))
+        known = place / "fit.json"  # saved states belong to a way to train
+        fit = Fit(**json.loads(known.read_text())) if known.exists() else Fit(max(1, training.batch // processes))
         while True:
             try:
                 made = _train(pair, weights, initial, order, training, fit, slower, place, progress)
@@ -155,6 +170,7 @@ def distil(
                 if less is None or not is_out_of_memory(error):
                     raise
                 fit = less
+                known.write_text(json.dumps(asdict(fit)))
             torch.cuda.empty_cache()
 
 
@@ -162,7 +178,7 @@ def _train(
     pair: Pair,
     weights: Sequence[nn.Parameter],
     initial: Sequence[Tensor],
-    order: Int[Tensor, " windows"],
+    order: Sequence[int],
     training: Training,
     fit: Fit,
     slower: float,
@@ -175,7 +191,7 @@ def _train(
     for weight in pair.student.parameters():  # small steps vanish in half precision
         weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
     for weight, value in zip(weights, initial, strict=True):
-        weight.data.copy_(value)
+        weight.data = value.to(weight.device, dtype, copy=True)  # the teacher may have the same tensors
     if fit.recomputes:
         pair.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     state = _Observed(pair, training, progress)
@@ -216,10 +232,10 @@ def _train(
 
         def on_step_end(self, args: Any, about: Any, control: Any, **keywords: Any) -> None:
             control.should_save, control.should_training_stop = state.tick(about.global_step)
-            if state.is_point(about.global_step) or control.should_training_stop:
+            control.should_log = state.is_point(about.global_step)
+            if control.should_log:
                 trainer.log(state.measured(trainer.model_wrapped))
                 control.should_training_stop |= training.stops and state.has_ended
-            control.should_log = state.is_point(about.global_step)
 
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
     with quiet(), trained_alone(pair, [*weights]):
@@ -234,7 +250,7 @@ def _train(
         if processes == 1:
             arguments._n_gpu = min(1, arguments.n_gpu)  # the models are on one GPU, although others may be visible
         trainer = Distillation(
-            model=pair, args=arguments, train_dataset=order.tolist(),
+            model=pair, args=arguments, train_dataset=order,
             data_collator=lambda rows: {"index": torch.tensor(rows)}, callbacks=[Observer],
             optimizers=(_in_bytes(weights, training.rate) if fit.in_bytes else None, None),
         )  # fmt: skip
@@ -272,18 +288,20 @@ class _Observed:
         self._earlier = float(measured[-1]["seconds"]) if measured else 0.0
         self._started, self._saved_at = time.perf_counter(), self._earlier
 
+    def share_done(self, step: int) -> float:
+        """Return how much of the training is done after a step, by tokens or by time."""
+        late = 0.0 if self.training.seconds is None else self.elapsed / self.training.seconds
+        return min(1.0, max(step / self.training.steps, late))
+
     def share_of_rate(self, step: int) -> float:
         """Return the rate of a step as a share of the largest one."""
-        done = step / self.training.steps
-        if self.training.seconds is not None:
-            done = max(done, self.elapsed / self.training.seconds)
         warm = max(1, min(WARMUP, self.training.steps // 10))
-        return min(1.0, (step + 1) / warm) * max(0.0, 1 - done)
+        return min(1.0, (step + 1) / warm) * (1 - self.share_done(step))
 
     def tick(self, step: int) -> tuple[bool, bool]:
         """Report progress; return whether to save now, and whether the time is over."""
         self.elapsed = _of_first(self._earlier + time.perf_counter() - self._started)
-        self.progress(step, self.training.steps, "recovery")
+        self.progress(round(1000 * self.share_done(step)), 1000, "recovery")
         is_late = self.training.seconds is not None and self.elapsed >= self.training.seconds
         if is_late:
             self.ended = TIME_OVER
@@ -293,8 +311,8 @@ class _Observed:
         return is_due and not is_late, is_late
 
     def is_point(self, step: int) -> bool:
-        """Return whether to measure after this step."""
-        return step % max(1, self.training.steps // POINTS) == 0 or step == self.training.steps
+        """Return whether to measure after this step: the start was measured already, the last one is the end."""
+        return math.floor(POINTS * self.share_done(step)) >= len(self._losses)
 
     def measured(self, model: Any) -> dict[str, Any]:
         """Measure the student on the selection windows and those kept apart; return an entry of the history."""

@@ -99,8 +99,8 @@ class Pair(nn.Module):
         self.student, self.teacher = student.model, teacher.model
         self.heads = tuple(find_head(one, windows[TRAIN][:1]) for one in self.checkpoints)
         self._no_split_modules = getattr(student.model, "_no_split_modules", None)  # how FSDP divides a model
-        tokens = int(as_samples(windows[TRAIN], student.reads).main.shape[1])
-        size = batch_size(student.model, tokens, student.objective == "loss")
+        self.tokens = int(as_samples(windows[TRAIN], student.reads).main.shape[1])
+        size = batch_size(student.model, self.tokens, student.objective == "loss")
         self.batches = WindowBatches(size if student.batched else 1)
 
     def forward(self, index: Int[Tensor, " batch"], part: str = TRAIN) -> Tensor:

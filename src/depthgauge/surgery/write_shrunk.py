@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import contiguous, counted, number, ranges
+from depthgauge._format import contiguous, number, ranges
 from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
@@ -93,7 +93,7 @@ def write_shrunk(
         if journal is not None:
             journal.claim(out, text)
         documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, source))}
-        unchanged = not record.repaired and not (record.heal is not None and record.heal.kept)
+        unchanged = not record.repaired and not (record.recovery is not None and record.recovery.kept)
         # mergekit reads directories, and leaves lists with one entry per layer as they are.
         if (
             unchanged
@@ -180,8 +180,9 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
         )
     else:
         yield "The remaining weights are unchanged."
-    if record.heal is not None and record.heal.kept:
-        yield f"The model was then trained for {counted(record.heal.steps, 'step')} to imitate the source model."
+    if record.recovery is not None and record.recovery.kept:
+        tokens = record.recovery.tokens
+        yield f"The model was then trained on {tokens:,} tokens to predict what the source model predicts."
     if name.endswith(".gguf"):
         yield "The source is a quantized GGUF file; its weights were dequantized."
     yield f"It has {record.parameters.after or 0:,} parameters instead of {record.parameters.before or 0:,}."

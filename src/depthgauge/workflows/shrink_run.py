@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.block_runner import tokens_of
@@ -26,10 +27,12 @@ from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
+from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
+from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import (
     SHRINK_ADVICE,
@@ -66,15 +69,15 @@ from depthgauge.workflows.evaluate_models import (
     measure_model,
     prepare_evaluation,
 )
+from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
 from depthgauge.workflows.shrink_estimate import (
-    ADVISED_STEPS,
     estimate_shrink,
-    heal_advice,
-    heal_windows,
     time_left,
 )
 from depthgauge.workflows.shrink_notes import shrink_notes
 
+TRAINING_PASSES = 4
+"""What training on a window costs in forward passes: one of the teacher, and three of the student and its gradients."""
 SHRUNK = "the smaller model"
 """The name of the shrunk model in the record of its tasks."""
 
@@ -243,25 +246,27 @@ class ShrinkRun:
 
     def finish(self, out: str | Path | None, overwrite: bool) -> list[FinishedModel]:
         """Make, measure and write the model of every size."""
-        settings, opened = self.settings, self.opened
+        opened = self.opened
         counts = () if self._limit is not None else self.counts()
         with self.durations("certification"):
             self.certifier = Certifier(
-                opened.checkpoint, self.calibration, settings.confidence, progress=self.progress, ranks=self.ranks
+                opened.checkpoint, self.calibration, self.settings.confidence, progress=self.progress, ranks=self.ranks
             )
         if self._limit is not None:
             with self._fresh_process(out) as process:
-                shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
+                shrunk, tested = largest_within(
+                    self.candidates, self.certifier, self._limit, opened.stored, self.recovery
+                )
                 return [self._written(shrunk, tested, out, overwrite, process)]
         made = []
         for count in counts:
-            folder = out if out is None or settings.sizes is None else sized_output(out, count)
+            folder = out if out is None or self.settings.sizes is None else sized_output(out, count)
             record = self.ranks.shared(partial(self._known_record, folder))
             if record is not None:
                 made.append(FinishedModel(record, None))
                 continue
             with self._fresh_process(folder) as process:
-                shrunk = make_model(self.candidates, self.sets(count), settings, opened.stored, self.given)
+                shrunk = make_model(self.candidates, self.sets(count), opened.stored, self.given, self.recovery)
                 made.append(self._written(shrunk, (), folder, overwrite, process))
         return made
 
@@ -297,14 +302,46 @@ class ShrinkRun:
         self.message(made.sentence if self.ranks.count == 1 else f"{made.sentence}, in one process")
         return made
 
-    def _heal_advice(self) -> tuple[str, ...]:
-        """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
-        shrinker = self.shrinker
-        checkpoint = self.opened.checkpoint
-        if self.settings.heal is not None or not shrinker.repairs or checkpoint.objective != "loss":
+    @cached_property
+    def amount(self) -> Amount | None:
+        """How long the smaller model is trained; None: not at all.
+
+        By default it is trained on a GPU, but not to find the largest size within a limit, which makes many models.
+        """
+        settings, checkpoint = self.settings, self.opened.checkpoint
+        by_default = AUTO if checkpoint.device.type == "cuda" and self._limit is None else OFF
+        amount = amount_of(settings.recover or by_default)
+        trains = not settings.no_repair and checkpoint.stream is None and settings.device_map is None
+        return amount if trains or settings.recover not in (None, AUTO) else None
+
+    @cached_property
+    def recovery(self) -> Recovery | None:
+        """What the smaller model is trained on."""
+        opened, settings, read = self.opened, self.settings, self.opened.read
+        if self.amount is None:
+            return None
+        with self.durations("training windows"):
+            if isinstance(read, GivenWindows):
+                return recovery_on_windows(self.calibration, self.amount, settings.seed)
+            return self.ranks.shared(
+                lambda: recovery_on_text(
+                    opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
+                    opened.start, self.amount, settings.seed, self.progress, self.message,
+                )
+            )  # fmt: skip
+
+    def _recovery_advice(self) -> tuple[str, ...]:
+        """Say what training would take, where a language model could have been trained and was not."""
+        shrinker, tokens = self.shrinker, AUTO_TOKENS
+        is_possible = self.opened.checkpoint.objective == "loss" and shrinker.repairs and self.settings.recover is None
+        if self.amount is not None or not is_possible:
             return ()
-        windows = heal_windows(ADVISED_STEPS, shrinker.effort, self.calibration.record.window)
-        return (heal_advice(ADVISED_STEPS, windows * shrinker.window_seconds),)
+        passes = tokens / self.calibration.record.window * TRAINING_PASSES
+        return (
+            "the smaller model was not trained, which recovers most of the loss: at the pace of this run, --recover "
+            f"{tokens // 10**6}M would take about {duration(passes * shrinker.window_seconds)}, and --recover 30min "
+            "takes as long as it says",
+        )
 
     @property
     def _limit(self) -> float | None:
@@ -421,7 +458,7 @@ class ShrinkRun:
             memory=None,
             curve=() if shrunk is None else self.shrinker.curve(made.removed, made.objective),
             stages=made.stages,
-            heal=made.heal,
+            recovery=made.recovery,
             reload=None,
             plan=self.plan(made.removed, made.candidates),
             notes=(),
@@ -446,5 +483,5 @@ class ShrinkRun:
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes += (*self._heal_advice(), f"memory: {kind}")
+        notes += (*self._recovery_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
