@@ -232,10 +232,10 @@ def _train(
 
         def on_step_end(self, args: Any, about: Any, control: Any, **keywords: Any) -> None:
             control.should_save, control.should_training_stop = state.tick(about.global_step)
-            control.should_log = state.is_point(about.global_step)
-            if control.should_log:
+            if state.is_point(about.global_step):
                 trainer.log(state.measured(trainer.model_wrapped))
                 control.should_training_stop |= training.stops and state.has_ended
+                control.should_log = True  # which logging has reset: the loss of the training comes next
 
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
     with quiet(), trained_alone(pair, [*weights]):

@@ -98,6 +98,7 @@ class Pair(nn.Module):
         self.checkpoints, self.windows = (student, teacher), windows
         self.student, self.teacher = student.model, teacher.model
         self.heads = tuple(find_head(one, windows[TRAIN][:1]) for one in self.checkpoints)
+        self._keys_to_ignore_on_save = None  # the trainer reads it when it continues
         self._no_split_modules = getattr(student.model, "_no_split_modules", None)  # how FSDP divides a model
         self.tokens = int(as_samples(windows[TRAIN], student.reads).main.shape[1])
         size = batch_size(student.model, self.tokens, student.objective == "loss")
