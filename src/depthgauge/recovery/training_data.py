@@ -17,11 +17,12 @@ class RecoveryData(ArrayRecord):
 
 def training_data(teacher, tokenizer, texts, general, *, start, window, wanted, held, seed, seconds, progress, message):
     import torch
+
     from depthgauge.checkpoints.windows import surround, tokenize_text
 
     length = window - len(start.before) - len(start.after)
-    bodies = torch.cat([
-        tokenize_text(tokenizer, text, wanted=wanted, length=length, seed=seed).bodies(length) for text in texts
-    ])
+    bodies = torch.cat(
+        [tokenize_text(tokenizer, text, wanted=wanted, length=length, seed=seed).bodies(length) for text in texts]
+    )
     windows = surround(bodies, start.before, start.after)
     return RecoveryData(windows, len(windows), {"stub": windows.numel()})

@@ -225,7 +225,7 @@ def _measured(record: ShrinkRecord) -> Iterator[str]:
 def _tasks(record: EvaluateRecord) -> Iterator[str]:
     yield "| task | items | source model, % | this model, % | difference, points, with its 95 % interval | p |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, 1), strict=True):
+    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, -1), strict=True):
         cells = [name, number(items), percent_text(before.accuracy), percent_text(after.accuracy)]
         yield f"| {' | '.join([*cells, difference_text(after), number(after.p, 2)])} |"
     yield from ("", *(f"- {sentence}" for sentence in (*task_guarantees(record), *record.notes)))

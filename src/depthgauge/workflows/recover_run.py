@@ -12,7 +12,15 @@ import torch
 from depthgauge._journal import RECORD, Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.load import (
+    Checkpoint,
+    Placement,
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    wrap,
+)
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import measure_start, plan_start
@@ -23,18 +31,29 @@ from depthgauge.errors import InputError
 from depthgauge.progress import Step
 from depthgauge.recovery.divergence import require_pair
 from depthgauge.recovery.recover_model import trained_weights
+from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.record import finite
 from depthgauge.results.recover_options import RecoverOptions
 from depthgauge.results.recover_record import RecoveredText, RecoverRecord
 from depthgauge.results.shrink_verdicts import reload_sentence
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
-from depthgauge.surgery.certify import Certifier
+from depthgauge.surgery.certify import Certifier, as_dtype
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, cut_texts
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import written_model
+from depthgauge.workflows.evaluate_models import (
+    ModelAnswers,
+    evaluation_record,
+    fall_warnings,
+    measure_model,
+    prepare_evaluation,
+    tasks_after,
+)
 from depthgauge.workflows.recovery_inputs import recovery_on_text
 
+RECOVERED = "the recovered model"
+"""The name of the result in the record of its tasks."""
 SELECT, CERTIFY = 64, 60
 """Windows that decide whether the result is kept, and windows that measure it."""
 
@@ -96,10 +115,22 @@ def run_recovery(
             message,
         )
     )  # fmt: skip
+    tasks = tasks_after(settings.evaluate, teacher.device, teacher.objective)
+    work = None if tasks is None or journal.ranks.index else prepare_evaluation(EvaluateOptions(tasks=tasks), message)
+
+    def answers(checkpoint: Checkpoint, name: str) -> list[ModelAnswers]:
+        return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress, message)]
+
+    found = [*answers(teacher, teacher.name), *answers(student, student.name)]
     made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)
     stored = stored_dtype(configs[0], small) if small.gguf is None and settings.dtype == "auto" else None
     model = student.model if stored is None else cast(student.model, stored)
     after = certifier.measure(model, "recovered model")
+    found += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)
+    notes = [] if made.kept else ["the training gained less than its standard error, so the weights are unchanged"]
+    evaluation = None
+    if work is not None:
+        evaluation = evaluation_record(work, found, fall_warnings(*found[1:]), time.perf_counter() - started)
     record = RecoverRecord(
         version=__version__,
         name=student.name,
@@ -111,7 +142,8 @@ def run_recovery(
         texts=_texts(calibration, certifier.losses, before, after),
         recovery=made,
         settings=settings,
-        notes=() if made.kept else ("the training gained less than its standard error, so the weights are unchanged",),
+        evaluation=evaluation,
+        notes=tuple(notes),
         versions={
             "depthgauge": __version__,
             "python": platform.python_version(),

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,13 @@ from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.surgery.write_shrunk_gguf import write_shrunk_gguf
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
+    PreparedEvaluation,
     calibration_notes,
     evaluation_record,
+    fall_warnings,
     measure_model,
     prepare_evaluation,
+    tasks_after,
 )
 from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
 from depthgauge.workflows.shrink_estimate import (
@@ -78,8 +81,9 @@ from depthgauge.workflows.shrink_notes import shrink_notes
 
 TRAINING_PASSES = 4
 """What training on a window costs in forward passes: one of the teacher, and three of the student and its gradients."""
+UNRECOVERED = "the smaller model before its recovery"
 SHRUNK = "the smaller model"
-"""The name of the shrunk model in the record of its tasks."""
+"""The names of the shrunk model in the record of its tasks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +116,9 @@ class ShrinkRun:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
         self.progress, self.ranks = progress, journal.ranks
-        asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
+        self._unrecovered: list[ModelAnswers] = []
         is_first = self.ranks.index == 0
-        self.evaluation = prepare_evaluation(asked, message) if settings.evaluate is not None and is_first else None
+        self.evaluation = self._prepared(settings.evaluate) if is_first else None
         with self.durations("loading"):
             found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
             self._require_same(found)
@@ -320,15 +324,19 @@ class ShrinkRun:
         opened, settings, read = self.opened, self.settings, self.opened.read
         if self.amount is None:
             return None
+        if self.ranks.index == 0 and self.evaluation is None:
+            checkpoint = opened.checkpoint
+            self.evaluation = self._prepared(tasks_after(None, checkpoint.device, checkpoint.objective))
         with self.durations("training windows"):
             if isinstance(read, GivenWindows):
                 return recovery_on_windows(self.calibration, self.amount, settings.seed)
-            return self.ranks.shared(
+            made = self.ranks.shared(
                 lambda: recovery_on_text(
                     opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
                     opened.start, self.amount, settings.seed, self.progress, self.message,
                 )
             )  # fmt: skip
+        return made if self.evaluation is None else replace(made, observe=self._observe)
 
     def _recovery_advice(self) -> tuple[str, ...]:
         """Say what training would take, where a language model could have been trained and was not."""
@@ -385,16 +393,26 @@ class ShrinkRun:
         self.message(f"model written to {out}")
         return FinishedModel(record, shrunk.model)
 
+    def _prepared(self, tasks: str | None) -> PreparedEvaluation | None:
+        asked = EvaluateOptions(tasks=tasks, confidence=self.settings.confidence)
+        return None if tasks is None else prepare_evaluation(asked, self.message)
+
     def _evaluated(self, model: Any) -> EvaluateRecord | None:
-        """Run the tasks of `--evaluate` on the dense and on the shrunk model, which is the one that is written."""
+        """Run the tasks on the dense model, on the shrunk one before its recovery, and on the one that is written."""
         started = time.perf_counter()
         if self.evaluation is None:
             return None
         smaller = wrap(as_dtype(model, self.opened.checkpoint.model.dtype), SHRUNK)
         with self.durations("tasks"):
-            found = [self._dense_answers, self._answers(smaller)]
+            found = [self._dense_answers, *self._unrecovered, self._answers(smaller)]
         notes = calibration_notes(SHRUNK, self.calibration.record, self.evaluation)
+        notes += fall_warnings(*found[1:]) if len(found) > 2 else []
         return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+
+    def _observe(self, smaller: Checkpoint) -> None:
+        """Run the tasks on the shrunk model before its recovery."""
+        with self.durations("tasks"):
+            self._unrecovered = [self._answers(replace(smaller, name=UNRECOVERED))]
 
     @cached_property
     def _dense_answers(self) -> ModelAnswers:
