@@ -5,7 +5,6 @@ get their special tokens afterwards. If the BOS token is added, the last token o
 Windows are then compared without their last token, so that they are different in both cases.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -19,7 +18,7 @@ from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.checkpoints.windows import TokenizedText, body_length, surround, tokenize_text
+from depthgauge.checkpoints.windows import TokenizedText, body_length, drop_repeated, surround, tokenize_text
 from depthgauge.errors import InputError
 
 PARTS = ("fit", "select", "certify")
@@ -258,20 +257,6 @@ def distinct_windows(
         for bodies, count in zip(fresh, needed, strict=True)
     ]
     return list(zip(found, chosen, strict=True))
-
-
-def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:
-    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`.
-
-    The content of a window are its first `compared` tokens.
-    """
-    kept = []
-    for index, row in enumerate(windows[:, :compared].contiguous().numpy()):
-        content = hashlib.sha256(row.tobytes()).digest()
-        if content not in seen:
-            seen.add(content)
-            kept.append(index)
-    return windows[kept]
 
 
 def _read(
