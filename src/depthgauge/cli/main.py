@@ -28,6 +28,7 @@ from depthgauge.cli.output import print_terms
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.results.glossary import TERMS
+from depthgauge.results.shrink_options import HEAL_IS_GONE
 
 app = typer.Typer(
     name="depthgauge",
@@ -52,6 +53,8 @@ for verb in (claims, separate, reproduce):
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 DIVIDED = ("gauge", "shrink", "recover")
 """The commands that several processes can run together."""
+GONE = {"--heal": HEAL_IS_GONE}
+"""Former options, and what is said instead."""
 # What typer returns when a command was interrupted, and what shells report for it.
 _INTERRUPTED = InterruptedRunError.exit_code
 
@@ -113,7 +116,8 @@ def main() -> None:
     except _UsageError as error:
         usage: Any = error
         where = usage.ctx.command_path if usage.ctx is not None else "depthgauge"
-        launch.fail(f"{usage.format_message().rstrip('.')}; see `{where} --help`")
+        gone = GONE.get(getattr(usage, "option_name", ""))
+        launch.fail(gone or f"{usage.format_message().rstrip('.')}; see `{where} --help`")
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         launch.fail("interrupted")

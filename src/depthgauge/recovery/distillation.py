@@ -36,8 +36,8 @@ every weight by about the rate: 1e-4 for Gemma-3-270m, 6e-4 for SmolLM2-135M, wh
 each of them, three times as much and a third of it were worse, by the loss on a text that was not trained on."""
 STEP_TOKENS = 4096
 """About how many tokens each step takes."""
-MOST_TOKENS = 10**9
-"""The most tokens of a training that is limited in time alone."""
+FASTEST = 10**6
+"""More tokens than a training can take in a second, for one that is limited in time alone."""
 WARMUP = 20
 """Steps during which the rate grows; at most a tenth of all."""
 POINTS = 10
@@ -72,7 +72,7 @@ class Training:
     def of(cls, amount: Amount, tokens: int, rate: float) -> "Training":
         """Return the training for an amount, on windows of so many tokens."""
         batch = max(1, round(STEP_TOKENS / tokens))
-        most = MOST_TOKENS if amount.tokens is None else amount.tokens
+        most = FASTEST * (amount.seconds or 0.0) if amount.tokens is None else amount.tokens
         return cls(max(1, round(most / (batch * tokens))), batch, tokens, rate, amount.seconds, amount.stops)
 
 

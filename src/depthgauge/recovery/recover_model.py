@@ -3,9 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,34 +28,6 @@ def trained_weights(checkpoint: Checkpoint) -> list[nn.Parameter]:
     others = [module for module in checkpoint.model.modules() if id(module) not in within]
     outside = {weight for module in others for weight in module.parameters(recurse=False)}
     return [weight for weight in inside if weight not in outside]
-
-
-class Order(Sequence[int]):
-    """The numbers of `count` windows in the order of the training.
-
-    With general windows, those of the user's texts and the general ones alternate. Each of the two kinds is shuffled,
-    and shuffled again after all of its windows.
-    """
-
-    def __init__(self, data: RecoveryData, count: int, seed: int) -> None:
-        parts = (range(data.own), range(data.own, len(data.windows)))
-        self._parts, self._count, self._seed = [part for part in parts if part], count, seed
-        self._shuffled = lru_cache(maxsize=4)(self._shuffle)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, place: Any) -> Any:
-        if not 0 <= place < self._count:
-            raise IndexError(place)
-        turn, kind = divmod(place, len(self._parts))
-        around, place = divmod(turn, len(self._parts[kind]))
-        return self._shuffled(kind, around)[place]
-
-    def _shuffle(self, kind: int, around: int) -> list[int]:
-        generator = torch.Generator().manual_seed((self._seed + 2 * around + kind) % 2**63)
-        part = self._parts[kind]
-        return [part[index] for index in torch.randperm(len(part), generator=generator).tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +68,7 @@ class Recovery:
         parts = {TRAIN: self.data.windows, SELECT: self.select}
         pair = Pair(student, teacher, parts | ({} if self.apart is None else {APART: self.apart}))
         training = Training.of(self.amount, pair.tokens, usual_rate(weights))
-        order = Order(self.data, training.steps * training.batch, self.seed)
+        order = self.data.order(training.steps * training.batch, self.seed).tolist()
         device = student.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

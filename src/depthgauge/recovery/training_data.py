@@ -24,6 +24,7 @@ from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.model_samples import MOST_ROWS, sample_windows
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.window_batches import WindowBatches
@@ -55,7 +56,7 @@ class RecoveryData(ArrayRecord):
     - `sources`: description of each source → its number of tokens, special ones not counted; none is counted twice
     """
 
-    windows: Int[Tensor, "windows n"]
+    windows: Inputs
     own: int
     sources: dict[str, int]
 

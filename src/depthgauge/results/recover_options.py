@@ -61,9 +61,9 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
             beginnings of passages of your text and of the built-in one].
         tokens: How many tokens to train on, such as 2M  [default: 2M, unless there is --minutes].
         minutes: How long to train.
-        evaluate: Run these tasks on the teacher and on the smaller model before and after: depthgauge_cloze, or names of
-            lm-eval tasks with commas between them; 500 items of each  [default: depthgauge_cloze on a GPU, if lm-eval
-            is installed].
+        evaluate: Run these tasks on the teacher and on the smaller model before and after: depthgauge_cloze, or names
+            of lm-eval tasks with commas between them; 500 items of each  [default: depthgauge_cloze on a GPU, if
+            lm-eval is installed].
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         window: Tokens per window  [default: 512, or the model's context if that is shorter].
         bos: Start every window with the BOS token: yes, no, or auto  [default].

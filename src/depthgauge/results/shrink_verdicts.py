@@ -283,7 +283,8 @@ def recovery_sentences(recovery: RecoveryRecord) -> tuple[str, ...]:
     return (
         f"recovery: {number(recovery.tokens)} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "
         f"objective on the selection windows from {number(recovery.before, 4)} to {number(recovery.after, 4)} "
-        f"(standard error of the difference {number(recovery.error, 2)}); it was {'kept' if recovery.kept else 'undone'}",
+        f"(standard error of the difference {number(recovery.error, 2)}); it was "
+        f"{'kept' if recovery.kept else 'undone'}",
         f"recovery, trained on: {parts}",
         *(f"recovery: {what}" for what in recovery.how),
     )
