@@ -249,6 +249,7 @@ def test_sampling_takes_a_part_of_a_limited_time(
         assert (len(made.windows) > made.own) == (len(made.sources) > 1) == (blocks > 0)
         assert len(said) == 1
         assert said[0].startswith(f"{4 * blocks} windows of 40 were sampled from tiny in 1/5 of the time")
+        assert ("the texts alone" in said[0]) == (blocks == 0)
     clock[0], said = 0.0, []
     made = prepare(teacher, tokenizer, texts, None, wanted=80, seconds=300.0, message=said.append)
     assert len(made.windows) - made.own > 30

@@ -243,9 +243,10 @@ def _sampled(
             given: Any = {"windows": len(part), "window": window, "before": (), "prompts": part, "seed": own_seed}
             made.append(sample_windows(teacher, **given, progress=advance))
     except _TimeOverError:
+        then = "each is used more often" if first else "the texts alone are used"
         message(
             f"{counted(first, 'window')} of {count} were sampled from {teacher.name} in 1/{SAMPLING_SHARE} of the "
-            "time; each is used more often; a general text, given with --general, takes no such time"
+            f"time; {then}; a text given with --general takes no such time"
         )
     return torch.cat(made)
 
