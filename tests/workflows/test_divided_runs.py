@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from divided_runs import HEAL, SHRINK, found, started
+from divided_runs import RECOVER, SHRINK, found, started
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import text_of
 from tiny_shrinks import save, without_estimate
