@@ -233,7 +233,7 @@ def test_sampling_takes_a_part_of_a_limited_time(
     teacher: Checkpoint, tokenizer: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(made_here, "_TOGETHER", {"cpu": 4})
-    said, sample, clock = [], made_here.sample_windows, [0.0]
+    sample, clock, texts = made_here.sample_windows, [0.0], [write(text_of(900))]
 
     def slow(*given: Any, **settings: Any) -> torch.Tensor:
         clock[0] += 6
@@ -241,11 +241,18 @@ def test_sampling_takes_a_part_of_a_limited_time(
 
     monkeypatch.setattr(made_here, "sample_windows", slow)
     monkeypatch.setattr(made_here.time, "perf_counter", lambda: clock[0])
-    # A block takes 6 seconds. A fifth of 100 seconds holds three of them.
-    made = prepare(teacher, tokenizer, [write(text_of(900))], None, wanted=80, seconds=100.0, message=said.append)
-    assert len(made.windows) - made.own <= 12
-    assert len(said) == 1
-    assert said[0].startswith("12 of 40 general windows were sampled from tiny in 18 seconds")
+    # A block takes 6 seconds. A fifth of 100 seconds holds three of them, and a fifth of 10 seconds none.
+    for seconds, blocks in ((100.0, 3), (10.0, 0)):
+        clock[0], said = 0.0, []
+        made = prepare(teacher, tokenizer, texts, None, wanted=80, seconds=seconds, message=said.append)
+        assert len(made.windows) - made.own <= 4 * blocks
+        assert (len(made.windows) > made.own) == (len(made.sources) > 1) == (blocks > 0)
+        assert len(said) == 1
+        assert said[0].startswith(f"{4 * blocks} windows of 40 were sampled from tiny in 1/5 of the time")
+    clock[0], said = 0.0, []
+    made = prepare(teacher, tokenizer, texts, None, wanted=80, seconds=300.0, message=said.append)
+    assert len(made.windows) - made.own > 30
+    assert said == []  # ten blocks take all of the fifth
 
 
 def test_what_cannot_be_sampled_has_no_general_part(tokenizer: Any, write: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge._format import duration
+from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.hub_data import HubData, find_data, hub_documents
 from depthgauge.checkpoints.layers import batch_size
@@ -42,7 +42,8 @@ SAMPLING_SHARE = 5
 PIECE_WINDOWS = 8
 """Windows that a piece of a large text gives, at least, if tokens have 8 bytes at most."""
 _TOGETHER = {"cpu": 32}
-"""Windows that are sampled before the time is compared with its limit. On other devices fewer are not faster."""
+"""Windows that are sampled together if the time is limited; those not finished are lost. On a GPU fewer are not
+faster."""
 _FENCE = 1.5
 """Tukey's fences: so many interquartile ranges below the first and above the third quartile."""
 
@@ -129,7 +130,8 @@ def training_data(
         name = f"continued by {teacher.name}"
         try:
             rows = _sampled(teacher, prompts, window - len(start.after), seed, seconds, progress, message)
-            other = cut.fresh(_usual(teacher, rows, prompts.shape[1])[:, len(start.before) :])
+            if len(rows):
+                other = cut.fresh(_usual(teacher, rows, prompts.shape[1])[:, len(start.before) :])
         except CheckpointError as error:
             message(f"the texts alone are used: {str(error).partition(';')[0]}")
     if len(other):
@@ -213,6 +215,10 @@ def _prefixes(cut: _Cut, own: Int[Tensor, "windows length"], count: int) -> Int[
     return made[torch.randperm(len(made), generator=draw)]
 
 
+class _TimeOverError(Exception):
+    """Sampling has taken its part of a limited time."""
+
+
 def _sampled(
     teacher: Checkpoint,
     prompts: Int[Tensor, "windows prompt"],
@@ -222,29 +228,25 @@ def _sampled(
     progress: Step,
     message: Callable[[str], None],
 ) -> Int[Tensor, "made n"]:
-    """Let the teacher continue the prompts to windows, until a part of the `seconds` is over."""
-    count, begun = len(prompts), time.perf_counter()
+    """Let the teacher continue the prompts to windows, a few at a time, until a part of the `seconds` is over."""
+    count, made, begun = len(prompts), [prompts.new_empty(0, window)], time.perf_counter()
     block = _TOGETHER.get(teacher.device.type, MOST_ROWS)
-    made = [prompts.new_empty(0, window)]
-    for first in range(0, count, block):
-        spent = time.perf_counter() - begun
-        if seconds is not None and first and spent * (first + block) / first > seconds / SAMPLING_SHARE:
-            message(
-                f"{first} of {count} general windows were sampled from {teacher.name} in {duration(spent)}, a part of "
-                "the time for the recovery; they are trained on more often; a text with --general takes no such time"
-            )
-            break
-        part = prompts[first : first + block]
 
-        def advance(done: int, total: int, label: str, first: int = first, rows: int = len(part)) -> None:
-            progress(first + rows * done // total, count, "sample general windows")
+    def advance(done: int, total: int, label: str) -> None:
+        progress(first + len(part) * done // total, count, "sample general windows")
+        if seconds is not None and done < total and time.perf_counter() - begun > seconds / SAMPLING_SHARE:
+            raise _TimeOverError
 
-        made.append(
-            sample_windows(
-                teacher, windows=len(part), window=window, before=(), prompts=part,
-                seed=derived_seed(seed, f"general {first}"), progress=advance,
-            )
-        )  # fmt: skip
+    try:
+        for first in range(0, count, block):
+            part, own_seed = prompts[first : first + block], derived_seed(seed, f"general {first}")
+            given: Any = {"windows": len(part), "window": window, "before": (), "prompts": part, "seed": own_seed}
+            made.append(sample_windows(teacher, **given, progress=advance))
+    except _TimeOverError:
+        message(
+            f"{counted(first, 'window')} of {count} were sampled from {teacher.name} in 1/{SAMPLING_SHARE} of the "
+            "time; each is used more often; a general text, given with --general, takes no such time"
+        )
     return torch.cat(made)
 
 

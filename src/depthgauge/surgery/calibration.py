@@ -1,8 +1,8 @@
 """Windows of text for a shrink, in three disjoint parts: to fit the repair, to select the plan, to certify the result.
 
 The windows come from the user's texts and from the dense model itself. A model that is calibrated on one kind of text
-only is good there and bad elsewhere. The built-in text is an additional check: it is evaluated in the certify part and
-used nowhere else.
+only is good there and bad elsewhere. The built-in text is an additional check: what is evaluated of it in the certify
+part is used nowhere else.
 
 Every content occurs once: a window whose content has occurred before is dropped, so that no part contains a window of
 another part, even if a text repeats itself or two files are equal.

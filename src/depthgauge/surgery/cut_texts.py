@@ -159,7 +159,7 @@ class CutTexts(ArrayRecord):
     - `request`: what was asked
     - `window`: n, tokens per window, special tokens included
     - `sources`: the windows of each text
-    - `built_in`: all windows of the built-in text, which is evaluated beside the texts
+    - `built_in`: windows of the built-in text, which is evaluated beside the texts: of its second half for a decoder
     - `measured`: windows on which the BOS token is decided and the tokenizer is checked; none is in the certify part
     - `seen`: the contents of the windows of `sources`
     """
@@ -209,11 +209,11 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
     ids = default.pieces[0]
     if not measured:
-        kept = len(ids) // _MEASURED_SHARE
-        size = min(length, kept // MEASURED_WINDOWS)
+        size = min(length, len(ids) // _MEASURED_SHARE // MEASURED_WINDOWS)
         measured = tuple(ids[: MEASURED_WINDOWS * size].view(MEASURED_WINDOWS, size))
-        ids = ids[kept:] if request.spare else ids
     bodies = ids[: len(ids) // length * length].view(-1, length)
+    if request.decoder:  # what is measured above, or continued in a recovery, is not evaluated
+        bodies = bodies[-(-len(bodies) // 2) :]
     built_in = CutSource("built-in", default.source, default.digest, (bodies[:0], bodies[:0], bodies))
     return CutTexts(request, length + request.around, sources, built_in, measured, seen)
 
