@@ -167,7 +167,18 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mine.txt", "repair-notes.txt", "repair-1.pt.bak", "recovery-1", "recovery-notes/x", "lock", "journal.json", ".mine.partial", "folder/x"]
+    "name",
+    [
+        "mine.txt",
+        "repair-notes.txt",
+        "repair-1.pt.bak",
+        "recovery-1",
+        "recovery-notes/x",
+        "lock",
+        "journal.json",
+        ".mine.partial",
+        "folder/x",
+    ],
 )
 @pytest.mark.parametrize("keywords", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"])
 def test_foreign_files_are_not_touched(tmp_path: Path, name: str, keywords: dict[str, bool]) -> None:
