@@ -173,14 +173,14 @@ def test_less_memory_is_used_step_by_step(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(made.after, whole.after, atol=1e-4, rtol=1e-4)
 
 
-def test_moments_in_8_bits_train_too() -> None:
+def test_moments_in_8_bits_train_too(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="needs the extra train")
     pair = pair_of("llama")
     fit = distillation.Fit(rows=4, in_bytes=True)
     assert fit.smaller() is not None
     weights = trained_weights(pair.checkpoints[0])
     initial = [weight.detach().clone() for weight in weights]
-    made = distillation._train(pair, weights, initial, ORDER, PLAIN, fit, 1.0, Path("unused"), lambda *_: None)
+    made = distillation._train(pair, weights, initial, ORDER, PLAIN, fit, 1.0, tmp_path, lambda *_: None)
     assert float(made.after.mean()) < float(made.before.mean())
 
 

@@ -25,7 +25,7 @@ from depthgauge.workflows.shrink import shrink
 from depthgauge.workflows.shrink_run import ShrinkRun
 
 SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick"}
-HEAL = "60"
+RECOVER = "60k"
 
 
 def started(count: int, *command: str) -> list[tuple[int, str, str]]:
@@ -63,7 +63,7 @@ def found(folder: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     if ranks.count < 3:
         limit = {"no_repair": True, "remove": None, "max_increase": 2.0}
         made["limited"] = shrink(folder / "model", **keywords | limit).to_json()
-        made["healed"] = shrink(folder / "model", heal=HEAL, **keywords).to_json()
+        made["recovered"] = shrink(folder / "model", recover=RECOVER, **keywords).to_json()
     return made
 
 

@@ -88,7 +88,7 @@ def _global_options(
     if ranks.count > 1 and context.invoked_subcommand not in DIVIDED:
         raise InputError(
             f"depthgauge {context.invoked_subcommand} runs in one process; start it without torchrun, which is for "
-            f"{' and '.join(DIVIDED)}"
+            f"{', '.join(DIVIDED[:-1])} and {DIVIDED[-1]}"
         )
 
 

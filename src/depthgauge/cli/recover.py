@@ -70,7 +70,7 @@ def _print(record: RecoverRecord) -> None:
     from rich.console import Console
 
     from depthgauge.cli.recover_tables import recover_tables
-    from depthgauge.results.recover_verdicts import recover_verdict
+    from depthgauge.results.shrink_verdicts import recover_verdict
 
     console = Console()
     for part in recover_tables(record, console.width):

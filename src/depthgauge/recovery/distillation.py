@@ -148,16 +148,17 @@ def distil(
         CheckpointError: a loss is not finite for the second time, or memory is too small for any way to train.
     """
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    each = max(1, training.batch // processes)
     initial, slower = [one.detach().to("cpu", copy=True) for one in weights], 1.0
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthgauge-")))
         known = place / "fit.json"  # saved states belong to a way to train
-        fit = Fit(**json.loads(known.read_text())) if known.exists() else Fit(max(1, training.batch // processes))
+        fit = Fit(**json.loads(known.read_text())) if known.exists() else Fit(each)
         while True:
             try:
                 made = _train(pair, weights, initial, order, training, fit, slower, place, progress)
                 slow = () if slower == 1 else ("half the learning rate, after a loss that was not finite",)
-                return replace(made, how=(*fit.sentences(training.batch), *slow))
+                return replace(made, how=(*fit.sentences(each), *slow))
             except _NotFiniteError as error:
                 if slower < 1:
                     raise CheckpointError(
