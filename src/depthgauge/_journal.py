@@ -27,8 +27,8 @@ RECORD = "depthgauge.json"
 """The file in the directory of a shrunk model that holds its record; it identifies the directory."""
 _ENTRIES, _LOCK = "journal.json", "lock"
 _RESULT = "result.gguf"
-_OWN_NAMES = re.compile(r"repair-[0-9-]+\.pt|result\.gguf|\.[0-9a-f]{16}\.partial")
-"""Further files of a journal: the weights of repairs, and writes that were cut short."""
+_OWN_NAMES = re.compile(r"repair-[0-9-]+\.pt|windows-\.pt|result\.gguf|\.[0-9a-f]{16}\.partial")
+"""Further files of a journal: the weights of repairs, windows to train on, and writes that were cut short."""
 _OWN_FOLDERS = re.compile(r"recovery-[0-9-]*")
 """Directories of a journal: the saved states of trainings."""
 

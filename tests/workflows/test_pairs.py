@@ -32,7 +32,6 @@ from depthgauge.recovery.distillation import STEP_TOKENS, Trained, distil
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
-from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import repair
 from depthgauge.surgery.candidates import Candidates, put_weights
 from depthgauge.surgery.shrinker import Shrinker

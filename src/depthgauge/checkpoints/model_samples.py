@@ -26,7 +26,7 @@ from depthgauge.progress import Step, silent
 
 MEMORY_SHARE = 0.25
 """The share of the free memory that the KV cache and the logits of one batch may take."""
-MOST_ROWS = 256
+MOST_ROWS = 1024
 """The number of windows that are decoded together; it is halved until they fit into memory."""
 
 

@@ -142,7 +142,7 @@ class Pair(nn.Module):
         self.training = mode
         return self
 
-    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the weights that are trained."""
         trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
         return {name: value for name, value in super().state_dict(*args, **keywords).items() if name in trained}

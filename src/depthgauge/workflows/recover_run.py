@@ -111,8 +111,8 @@ def run_recovery(
     before = certifier.measure(student.model, "smaller model")
     recovery = journal.ranks.shared(
         lambda: recovery_on_text(
-            teacher, tokenizer, texts, settings.general, calibration, start, settings.amount, settings.seed, progress,
-            message,
+            teacher, tokenizer, texts, settings.general, calibration, start, settings.amount, settings.seed, journal,
+            progress, message,
         )
     )  # fmt: skip
     tasks = tasks_after(settings.evaluate, teacher.device, teacher.objective)
@@ -170,16 +170,17 @@ def _written(
     started: float,
 ) -> RecoverRecord:
     """Write the model, load it in a fresh process and compare; return the record with what was found."""
-    assert record.out is not None
+    out = record.out
+    assert out is not None
     device = str(student.device)
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
-    replaces = overwrite or journal.has_written(record.out)
-    with written_model(model, small, tokenizer, record.out, overwrite=replaces) as folder:
+    replaces = overwrite or journal.has_written(out)
+    with written_model(model, small, tokenizer, out, overwrite=replaces) as folder:
         certifier.progress(0, 1, "loading the result in a fresh process")
         reload, _ = verify_reload(folder, certifier.inputs[:1], model, device=device, like=student, compute=compute)
         record = msgspec.structs.replace(record, check=reload_sentence(reload), seconds=time.perf_counter() - started)
         text = record.dump()
-        journal.claim(record.out, text)
+        journal.claim(out, text)
         (folder / RECORD).write_text(text, encoding="utf-8")
     return record
 

@@ -3,8 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from depthgauge._io import write_tensors
+from depthgauge._journal import Journal
+from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.progress import Step
@@ -26,17 +31,26 @@ def recovery_on_text(
     start: Start,
     amount: Amount,
     seed: int,
+    journal: Journal,
     progress: Step,
     message: Callable[[str], None],
 ) -> Recovery:
-    """Return the training on all windows of the texts that share nothing with selection and certify windows."""
-    window = calibration.record.window
-    data = training_data(
-        teacher, tokenizer, texts, general,
-        start=start, window=window, wanted=ENOUGH if amount.tokens is None else -(-amount.tokens // window),
-        held=[calibration.select.inputs, calibration.certify.inputs], seed=seed, seconds=amount.seconds,
-        progress=progress, message=message,
-    )  # fmt: skip
+    """Return the training on all windows of the texts that share nothing with selection and certify windows.
+
+    An interrupted run continues with the windows of its journal: how many are sampled may depend on the time.
+    """
+    window, saved = calibration.record.window, journal.file("windows", ())
+    if saved is not None and saved.exists():
+        data = RecoveryData(**torch.load(saved, map_location="cpu", weights_only=True))
+    else:
+        held = [as_samples(part.inputs, TEXT).main for part in (calibration.select, calibration.certify)]
+        data = training_data(
+            teacher, tokenizer, texts, general,
+            start=start, window=window, wanted=ENOUGH if amount.tokens is None else -(-amount.tokens // window),
+            held=held, seed=seed, seconds=amount.seconds, progress=progress, message=message,
+        )  # fmt: skip
+        if saved is not None:
+            write_tensors(saved, {"windows": data.windows, "own": data.own, "sources": data.sources})
     return Recovery(data, calibration.select.inputs, _apart(calibration), amount, seed)
 
 

@@ -321,19 +321,19 @@ class ShrinkRun:
     @cached_property
     def recovery(self) -> Recovery | None:
         """What the smaller model is trained on."""
-        opened, settings, read = self.opened, self.settings, self.opened.read
-        if self.amount is None:
+        opened, settings, read, amount = self.opened, self.settings, self.opened.read, self.amount
+        if amount is None:
             return None
         if self.ranks.index == 0 and self.evaluation is None:
             checkpoint = opened.checkpoint
             self.evaluation = self._prepared(tasks_after(None, checkpoint.device, checkpoint.objective))
         with self.durations("training windows"):
             if isinstance(read, GivenWindows):
-                return recovery_on_windows(self.calibration, self.amount, settings.seed)
+                return recovery_on_windows(self.calibration, amount, settings.seed)
             made = self.ranks.shared(
                 lambda: recovery_on_text(
                     opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
-                    opened.start, self.amount, settings.seed, self.progress, self.message,
+                    opened.start, amount, settings.seed, self.journal, self.progress, self.message,
                 )
             )  # fmt: skip
         return made if self.evaluation is None else replace(made, observe=self._observe)
