@@ -36,6 +36,7 @@ REST: dict[str, dict[str, Any]] = {
     "register_attention": {},
     "save_network": {"path": "network.safetensors"},
     "papers.separate": {},
+    "recover": {"teacher": "model"},
     "shrink": {"remove": 1},
     "sweep": {},
     "results.sweep_status": {},

@@ -349,7 +349,7 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
     page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
-    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-candidates"]
+    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-candidates", "s0-recovery"]
     boxes = page.eval_on_selector_all(
         "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
     )

@@ -45,7 +45,8 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 # Keys that may be missing: they have a default, and every option has one.
 OPTIONAL = re.compile(
     r"(plan\.)?(settings\..*|search|candidates|files\..*)|plan\.schema|guarantee\.(limit|tested)|speed\.(\w+_\w+|what)|"
-    r"versions\..*|stages|durations(\..*)?|(plan\.)?hub|evaluation|accuracy|recovery|reload\.(program|source_difference)"
+    r"versions\..*|stages|durations(\..*)?|(plan\.)?hub|evaluation|accuracy|"
+    r"recovery(\.data\..*)?|reload\.(program|source_difference)"
 )
 
 

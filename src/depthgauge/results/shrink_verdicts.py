@@ -279,9 +279,9 @@ def recover_verdict(record: RecoverRecord) -> str:
 
 def recovery_sentences(recovery: RecoveryRecord) -> tuple[str, ...]:
     """Return what the training after the repair did, what it was trained on, and what was done to fit it in."""
-    parts = ", ".join(f"{about} ({number(tokens)} tokens)" for about, tokens in recovery.data.items())
+    parts = ", ".join(f"{about} ({tokens:,} tokens)" for about, tokens in recovery.data.items())
     return (
-        f"recovery: {number(recovery.tokens)} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "
+        f"recovery: {recovery.tokens:,} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "
         f"objective on the selection windows from {number(recovery.before, 4)} to {number(recovery.after, 4)} "
         f"(standard error of the difference {number(recovery.error, 2)}); it was "
         f"{'kept' if recovery.kept else 'undone'}",
