@@ -43,7 +43,7 @@ class Certificate(UpperBound):
         lost_at: the layer at which the upper bound became infinite, or None.
         seconds: the time of the upper bound.
         proof: what `verify` needs to prove the upper bound again.
-        comparison: the networks S and S' in the precision in which the bounds were proved, the set, and the tokens.
+        comparison: copies of S and S' in the precision in which the bounds were proved, the set, and the tokens.
         lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
         witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
         attack_seconds: the time of the lower bound.
@@ -61,12 +61,12 @@ class Certificate(UpperBound):
 
     @property
     def network(self) -> SelfAttentionNetwork:
-        """S, in float64 on the CPU."""
+        """A copy of S, in float64 on the CPU."""
         return self.comparison.network
 
     @property
     def surrogate(self) -> SelfAttentionNetwork:
-        """S', in float64 on the CPU."""
+        """A copy of S', in float64 on the CPU."""
         return self.comparison.surrogate
 
     @property
@@ -184,7 +184,7 @@ def certify(
     chosen = check_request(network, surrogate, radius, ball, inputs, tokens, effort)
     require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
     require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
-    comparison = Comparison(_plain(network), _plain(surrogate), chosen, tokens)
+    comparison = Comparison(_copied(network), _copied(surrogate), chosen, tokens)
     with threads_for(network.dim):
         progress(0, 2, "proving")
         upper = prove_upper(comparison, effort, bounds, progress)
@@ -277,8 +277,6 @@ def _checked_tokens(network: SelfAttentionNetwork, inputs: Tokens, tokens: int |
     return inputs
 
 
-def _plain(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network in float64 on the CPU, where all bounds are proved."""
-    if network.dtype == torch.float64 and network.device.type == "cpu":
-        return network
+def _copied(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """Return a copy in float64 on the CPU, where all bounds are proved; the caller may change the network later."""
     return network.copy().to(device="cpu", dtype=torch.float64)
