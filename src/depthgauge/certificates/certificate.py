@@ -35,7 +35,7 @@ class Certificate(UpperBound):
     Certificates compare by identity.
 
     Attributes:
-        upper: the proved bound, rounding errors included; None if no finite bound was found.
+        upper: the proved bound on exact outputs, with the rounding of the proof; None if no finite bound was found.
         methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel" or "deletion".
         notes: remarks on the upper bound.
         share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
@@ -148,8 +148,8 @@ def certify(
 ) -> Certificate:
     """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
 
-    Give exactly one of `radius`, `ball` and `inputs`. The upper bound is a proof, rounding errors included. The lower
-    bound is attained at an input that a search finds.
+    Give exactly one of `radius`, `ball` and `inputs`. The upper bound is proved for exact outputs, with the
+    rounding of the proof. The lower bound is attained at an input that a search finds.
 
     Args:
         network: S.
