@@ -219,15 +219,20 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
 
 class SpeedRecord(Record, frozen=True, kw_only=True):
-    """Times of the two models, measured in alternating runs.
+    """Times of the two models, measured in pairs of runs; None where they did not settle, or were not measured.
 
-    - `prefill`, `decode`: speed after ÷ speed before, for one window and per generated token; above 1 is faster
-    - `prefill_before`, …, `decode_after`: the seconds; None for models that do not generate
-    - `what`: what was timed, as a phrase: the device, the tokens of the window, the number of repetitions
+    - `prefill`, `decode`: speed after ÷ speed before, of reading a prompt and per generated token; above 1 is faster
+    - `prefill_low`, …, `decode_high`: the ends of their 95 % intervals; None in documents of earlier versions
+    - `prefill_before`, …, `decode_after`: the median seconds
+    - `what`: what was timed, as a phrase: how many tokens, how many pairs of runs, the device, what disturbed it
     """
 
     prefill: Measured
     decode: Measured
+    prefill_low: Measured = None
+    prefill_high: Measured = None
+    decode_low: Measured = None
+    decode_high: Measured = None
     prefill_before: Measured = None
     prefill_after: Measured = None
     decode_before: Measured = None
