@@ -7,7 +7,6 @@ raises an error then. Or it times two files in pairs of runs, with `paired_times
 import json
 import sys
 import time
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,23 +52,21 @@ def likely_tokens(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def times(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the times of prefill and decode of two files as llama.cpp tells them, and the tokens of the prompt."""
+    """Return the times of prefill and decode of two files, as llama.cpp tells them, and the tokens of the prompt."""
     pairs: Any = import_module("depthgauge.surgery.paired_times")
     servers = [load(request, path, "F16") for path in request["files"]]
-    prompt, seconds = request["prompt"], request["seconds"]
-    unit, longest = pairs.prompt_lengths(len(prompt))
+    prompt, seconds, started = request["prompt"], request["seconds"], time.perf_counter()
 
-    def told(which: int, tokens: int, new: int) -> dict[str, Any]:
-        asked = {"prompt": prompt[:tokens], "n_predict": new, "ignore_eos": True, "temperature": 0}
-        timings: dict[str, Any] = servers[which].handle_completions(asked | {"cache_prompt": False})["timings"]
-        return timings
+    def told(which: int, tokens: int, new: int, name: str) -> float:
+        asked = {"prompt": prompt[:tokens], "n_predict": new, "ignore_eos": True, "cache_prompt": False}
+        return float(servers[which].handle_completions(asked)["timings"][name]) / 1000
 
-    started = time.perf_counter()
-    tokens = unit * pairs.enough(lambda units: told(1, units * unit, 1)["prompt_ms"] / 1000, longest // unit, seconds)
-    prefill = pairs.paired_times(lambda k: told(k, tokens, 1)["prompt_ms"] / 1000, started + seconds / 2)
+    least, most = min(pairs.FEW, len(prompt)), len(prompt)
+    tokens = pairs.enough(lambda size: told(1, size, 1, "prompt_ms"), least, most, seconds)
+    prefill = pairs.paired_times(lambda which: told(which, tokens, 1, "prompt_ms"), started + seconds / 2)
     # The first of the two new tokens comes from the prompt.
-    decode = pairs.paired_times(lambda k: told(k, 1, 2)["predicted_per_token_ms"] / 1000, started + seconds)
-    return {"tokens": tokens, "prefill": asdict(prefill), "decode": asdict(decode)}
+    decode = pairs.paired_times(lambda which: told(which, 1, 2, "predicted_per_token_ms"), started + seconds)
+    return {"tokens": tokens, "prefill": prefill, "decode": decode}
 
 
 if __name__ == "__main__":

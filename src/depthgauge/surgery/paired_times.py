@@ -3,20 +3,19 @@
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 from statistics import median
+from typing import NamedTuple
 
 FIRST, WITHIN, ODDS = 8, 0.05, 20
-"""Pairs before the first look at the interval; how far its ends may be from the ratio; it misses in one of so many."""
-_FLAT, _REPEATS, _FEW = 0.9, 3, 8
-"""Work is enough if its time per unit is at least this share of that of half the work; how often each amount is timed;
-tokens of the shortest prompt that is timed, or up to twice as many."""
+"""Pairs before the first look at the interval; how far its ends may be from the ratio; it misses once in so many."""
+FEW, FLAT, REPEATS = 8, 0.9, 3
+"""Tokens of the shortest prompt that is timed. An amount of work is enough if its time per unit is at least this share
+of that of half the amount; each is timed so often."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedTimes:
-    """Times of two programs: how many `pairs` of runs were timed, and what they say; None if they did not settle.
+class PairedTimes(NamedTuple):
+    """How many `pairs` of runs of two programs were timed, and their times; None if these did not settle.
 
     - `ratio`: the median over the pairs of the first time ÷ the second; `low`, `high`: its 95 % interval
     - `before`, `after`: the median seconds of the first program, and of the second
@@ -66,11 +65,10 @@ def paired_times(
             ratios = [before / max(after, 1e-9) for before, after in pairs]
             ratio, (low, high) = median(ratios), sign_interval(ratios, ODDS * look * (look + 1))
             if ratio * (1 - WITHIN) <= low and high <= ratio * (1 + WITHIN):
-                before, after = map(median, zip(*pairs, strict=True))
-                return PairedTimes(pairs=due, ratio=ratio, low=low, high=high, before=before, after=after)
+                return PairedTimes(due, ratio, low, high, *map(median, zip(*pairs, strict=True)))
             due, look = 2 * due, look + 1
         if clock() + (due - len(pairs)) * shortest > until:
-            return PairedTimes(pairs=len(pairs))
+            return PairedTimes(len(pairs))
 
 
 def sign_interval(values: list[float], odds: int) -> tuple[float, float]:
@@ -88,32 +86,18 @@ def sign_interval(values: list[float], odds: int) -> tuple[float, float]:
     return (ordered[k - 1], ordered[-k]) if k else (-inf, inf)
 
 
-def enough(run: Callable[[int], float], most: float, seconds: float) -> int:
-    """Return how many units of work to time: so many that twice the work takes about twice as long.
+def enough(run: Callable[[int], float], least: int, most: float, seconds: float) -> int:
+    """Return how much work to time: so much that twice the work takes about twice as long.
 
-    The units are doubled until the time per unit falls by less than 10 %: what does not grow with the work, such as
-    launching kernels, is then at most a ninth of the time. They are not doubled beyond `most`, or beyond a run that
-    is so long that 32 pairs of it take half of the time limit `seconds`. `run` does the work and returns its seconds.
+    The work is doubled, from `least`, until the time per unit falls by less than 10 %: what does not grow with the
+    work, such as launching kernels, is then at most a ninth of the time. It is not doubled beyond `most`, or if 32
+    pairs of runs take half of the time limit `seconds`. `run` does so much work and returns its seconds.
     """
-    units, before, long = 1, inf, seconds / (16 * FIRST)
+    size, before, long = least, inf, seconds / (16 * FIRST)
     while True:
-        taken = run(units)
+        taken = run(size)
         if taken <= long:
-            taken = min(run(units) for _ in range(_REPEATS))
-        if taken > long or taken / units > _FLAT * before or 2 * units > most:
-            return units
-        units, before = 2 * units, taken / units
-
-
-def prompt_lengths(tokens: int) -> tuple[int, int]:
-    """Return the length of the shortest prompt that is timed, and of the longest within so many tokens.
-
-    The longest is the shortest times a power of two.
-
-    >>> prompt_lengths(512), prompt_lengths(300), prompt_lengths(5)
-    ((8, 512), (9, 288), (5, 5))
-    """
-    unit = tokens
-    while unit >= 2 * _FEW:
-        unit //= 2
-    return unit, unit << (tokens // unit).bit_length() - 1
+            taken = min(run(size) for _ in range(REPEATS))
+        if taken > long or taken / size > FLAT * before or 2 * size > most:
+            return size
+        size, before = 2 * size, taken / size

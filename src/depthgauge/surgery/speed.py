@@ -4,19 +4,20 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from depthgauge._format import counted, number
-from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT
+from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
 from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, repeated, shortened
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
-from depthgauge.surgery.paired_times import WITHIN, PairedTimes, enough, paired_times, prompt_lengths
+from depthgauge.surgery.paired_times import FEW, WITHIN, PairedTimes, enough, paired_times
 
 T = TypeVar("T")
 SECONDS = 20.0
@@ -30,109 +31,82 @@ def compare_speed(
     """Time prefill and decode of two models with `paired_times`, and measure their memory.
 
     Prefill is timed on so many tokens, images, pairs or recordings that the device is what takes the time, not the
-    launching of its kernels; see `enough`. Decode continues the window `inputs` token by token, or a prompt of half the
-    context if that is shorter. Models that do not generate, or keep no cache, are not timed there. `processes` is how
-    many the run has; the record says so.
+    launching of its kernels; see `enough`. Decode continues the window `inputs`, or half a context of a shorter one,
+    token by token. Models that do not generate, or keep no cache, are not timed there. `processes` is how many the run
+    has; the record says so.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
     """
-    checkpoints = (wrap(before), wrap(after))
-    device, context = checkpoints[0].device, context_length(checkpoints[0].config)
-    generates = not isinstance(inputs, Samples) and context != 1 and all(map(_has_cache, checkpoints))
+    dense, context = wrap(before), context_length(before.config)
+    generates = dense.objective == "loss" and not isinstance(inputs, Samples) and context != 1
     window = inputs[:1] if context is None else shortened(inputs, context // 2 if generates else context)
-    models = [_TimedModel(one, window, generates) for one in checkpoints]
-    work, parts, started = *_work(window), time.perf_counter()
-    most = parts * free_memory(device) / max(1, 2 * models[0].bytes)
-    given = work(enough(lambda units: models[1].prefill(work(units)), most, SECONDS))
-    prefill = paired_times(lambda k: models[k].prefill(given), started + SECONDS / 2)
-    decode = paired_times(lambda k: models[k].token(), started + SECONDS) if generates else None
+    models = [_TimedModel(checkpoint, window, generates) for checkpoint in (dense, wrap(after))]
+    tokens = window.shape[1] if isinstance(window, Tensor) and window.dim() == 2 else 0
 
-    noun = "pair" if getattr(checkpoints[0].config, "is_encoder_decoder", False) else "text"
-    amount = counted(len(given), {IMAGES: "image", AUDIO: "recording"}.get(checkpoints[0].reads, noun))
-    if isinstance(given, Tensor) and given.dim() == 2:
-        amount = (f"{len(given)} × " if len(given) > 1 else "") + counted(given.shape[1], "token")
-    place = f"on {torch.cuda.get_device_name(device) if device.type == 'cuda' else device}"
-    record = speed_record(prefill, decode, amount, place, processes)
-    sizes = [_weights(one.model) + timed.bytes for one, timed in zip(checkpoints, models, strict=True)]
-    held = f"weights and the key–value cache of {counted(len(window[0]), 'token')}" if generates else "weights"
-    kind = f"{held}; activations are not included"
-    if device.type == "cuda":
-        kind = "weights, and the peak of activations and key–value cache"
-    return record, BeforeAfter(before=sizes[0], after=sizes[1]), kind
+    def given(size: int) -> Inputs:
+        """Return so many tokens in one window or several of the same length, or so many other inputs."""
+        rows = -(-size // tokens) if tokens else size
+        return repeated(window[:, : size // rows] if tokens else window, rows)
+
+    started, most = time.perf_counter(), max(1, tokens) * free_memory(dense.device) / max(1, 2 * models[0].bytes)
+    size = enough(lambda size: models[1].prefill(given(size)), min(FEW, tokens) or 1, most, SECONDS)
+    read, decode = given(size), None
+    prefill = paired_times(lambda which: models[which].prefill(read), started + SECONDS / 2)
+    if all(model.cache for model in models):
+        decode = paired_times(lambda which: models[which].token(), started + SECONDS)
+    amount = counted(size // len(read), "token") if tokens else counted(size, "input")
+    amount = f"{len(read)} × {amount}" if tokens and len(read) > 1 else amount
+    place, held = str(dense.device), f"weights{' and key–value cache' if decode else ''}; activations are not included"
+    if dense.device.type == "cuda":
+        place = torch.cuda.get_device_name(dense.device)
+        held = "weights, and the peak of activations and key–value cache"
+    memory = [model.weights + model.bytes for model in models]
+    record = speed_record(amount, prefill, decode, f"on {place}", processes)
+    return record, BeforeAfter(before=memory[0], after=memory[1]), held
 
 
 def speed_record(
-    prefill: PairedTimes, decode: PairedTimes | None, amount: str, place: str, processes: int = 1
+    amount: str, prefill: PairedTimes, decode: PairedTimes | None, place: str, processes: int
 ) -> SpeedRecord:
     """Return the record of what was timed: a prompt of `amount`, and one new token at a time. `place` says where."""
-    what, load, cores = [_said(f"prefill of {amount}", prefill)], os.getloadavg()[0], os.cpu_count() or 1
-    if decode is not None:
-        what.append(_said("decode of one token at a time", decode))
-    what.append(place)
-    if processes > 1:
-        what.append(f"in one of {processes} processes of the run")
-    if load > cores:
-        what.append(f"with a load average of {number(load)} on {counted(cores, 'core')}")
-    parts = ("", "_low", "_high", "_before", "_after")
-    found = {"prefill": prefill, "decode": decode or PairedTimes(pairs=0)}
-    fields = {name + part: getattr(one, part[1:] or "ratio") for name, one in found.items() for part in parts}
-    return SpeedRecord(**fields, what=", ".join(what))
-
-
-def _said(name: str, times: PairedTimes) -> str:
-    """Return how often a part was timed, and why it has no number if it has none."""
-    pairs = f"{name} in {counted(times.pairs, 'pair')} of runs"
-    if times.ratio is not None:
-        return pairs
-    return f"{pairs} (no number is shown, because its 95 % interval did not come within ± {100 * WITHIN:.0f} %)"
-
-
-def _work(window: Inputs) -> tuple[Callable[[int], Inputs], int]:
-    """Return a function from units of work to what the model reads, and how many units the window has.
-
-    Units are a few tokens of a text, and otherwise whole windows. Beyond one window, the window is repeated.
-    """
-    if not isinstance(window, Tensor) or window.dim() != 2:
-        return lambda units: repeated(window, units), 1
-    unit, whole = prompt_lengths(window.shape[1])
-    return lambda n: repeated(window[:, : min(n * unit, whole)], max(1, n * unit // whole)), whole // unit
-
-
-def _has_cache(checkpoint: Checkpoint) -> bool:
-    """Return whether a model generates and returns a cache; the first GPT and RecurrentGemma do not."""
-    if checkpoint.objective != "loss":
-        return False
-    try:
-        return bool(decoded(checkpoint.model, torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device), {})[1])
-    except (TypeError, ValueError):
-        return False
+    fields, what = dict[str, Any](decode=None), []
+    parts = (("prefill", f"prefill of {amount}", prefill), ("decode", "decode of one token at a time", decode))
+    for part, name, times in parts:
+        if times is not None:
+            fields |= zip((part + end for end in ("", "_low", "_high", "_before", "_after")), times[1:], strict=True)
+            settled = f" (no number: its 95 % interval did not come within ± {100 * WITHIN:.0f} %)"
+            what.append(f"{name} in {counted(times.pairs, 'pair')} of runs{'' if times.ratio else settled}")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = [f"in one of {processes} processes of the run"] if processes > 1 else []
+    busy += [f"with a load average of {number(load)} on {counted(cores, 'core')}"] if load > cores else []
+    return SpeedRecord(**fields, what=", ".join((*what, place, *busy)))
 
 
 class _TimedModel:
-    """A model that has read a prompt, and continues it if it `generates`.
+    """A model that has read a prompt, and continues it if it keeps a cache.
 
-    - `bytes`: what reading took beyond the weights: the peak on a GPU, the size of the cache on other devices
+    - `weights`, `bytes`: bytes of the weights, and beyond them: the peak on a GPU, the cache on other devices
     """
 
     def __init__(self, checkpoint: Checkpoint, prompt: Inputs, generates: bool) -> None:
-        self.checkpoint, self.model, self.device = checkpoint, checkpoint.model, checkpoint.device
+        self.checkpoint, self.model, self.device, self.prompt = checkpoint, checkpoint.model, checkpoint.device, prompt
         takes = inspect.signature(self.model.forward).parameters
         # As in generation: the prompt needs no logits but the last.
         self.keywords: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self.prompt, self.left = prompt, 0
         self.cache: Mapping[str, Any] = {}
-        held = 0
+        self.weights, held = sum(one.nbytes for one in (*self.model.parameters(), *self.model.buffers())), 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            held = int(torch.cuda.memory_allocated(self.device))
+            held = torch.cuda.memory_allocated(self.device)
         if generates:
-            self._read()
-        else:
+            with suppress(TypeError, ValueError):  # the first GPT and RecurrentGemma keep no cache
+                self._read()
+        if not self.cache:
             self.prefill(prompt)
-        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in cached_tensors(self.cache))
+        self.bytes = sum(tensor.nbytes for tensor in cached_tensors(self.cache))
         if self.device.type == "cuda":
-            self.bytes = int(torch.cuda.max_memory_allocated(self.device)) - held
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - held
 
     def prefill(self, inputs: Inputs) -> float:
         """Return the seconds of reading without a cache."""
@@ -150,18 +124,13 @@ class _TimedModel:
         return seconds
 
     def _read(self) -> None:
-        given = as_samples(self.prompt, TEXT)
-        self.left = given.main.shape[1]
-        self.out, self.cache = decoded(self.model, given.main.to(self.device), {}, **self.keywords)
-
-
-def _weights(model: Any) -> int:
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        given = as_samples(self.prompt, TEXT).main.to(self.device)
+        self.out, self.cache = decoded(self.model, given, {}, **self.keywords)
+        self.left = given.shape[1]
 
 
 def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds that work takes on a device, by its own clock on a GPU, and the result of the work."""
+    """Return the seconds that work takes, by the clock of a GPU if the device is one, and its result."""
     if device.type != "cuda":
         started = time.perf_counter()
         result = work()

@@ -21,9 +21,8 @@ from depthgauge.checkpoints.load import context_length
 from depthgauge.checkpoints.model_output import decoded
 from depthgauge.errors import InputError, VerificationError, install_command
 from depthgauge.results.shrink_record import SpeedRecord
+from depthgauge.surgery import speed
 from depthgauge.surgery.paired_times import PairedTimes
-from depthgauge.surgery.speed import SECONDS as TIMED
-from depthgauge.surgery.speed import speed_record
 
 PROMPT, NEW_TOKENS, LIKELY = 256, 32, 10
 """Tokens of the prompt, tokens that are generated after it, and log-probabilities that are compared at each."""
@@ -159,16 +158,16 @@ def llama_speed(before: Path, after: Path, window: Int[Tensor, " n"], processes:
     """Time two GGUF files in llama.cpp by its own clock; see `speed_record` for the arguments."""
     threads, size = torch.get_num_threads(), before.stat().st_size + after.stat().st_size
     request = {
-        "path": "both files at once", "files": [str(before), str(after)], "prompt": window.tolist(), "seconds": TIMED,
-        "context": len(window) + NEW_TOKENS, "threads": threads,
+        "path": "both files at once", "files": [str(before), str(after)], "prompt": window.tolist(),
+        "seconds": speed.SECONDS, "context": len(window) + NEW_TOKENS, "threads": threads,
     }  # fmt: skip
     try:
         found = _run(request, SECONDS + SECONDS_PER_GB * size / 1e9)
-    except VerificationError as error:  # such as too little memory for both; each of them was run alone
+    except VerificationError as error:  # such as too little memory; each of them was run alone
         return SpeedRecord(prefill=None, decode=None, what=f"not measured: {error}")
-    prefill, decode = (PairedTimes(**found[part]) for part in ("prefill", "decode"))
-    place = f"in llama.cpp on cpu with {counted(threads, 'thread')}"
-    return speed_record(prefill, decode, counted(found["tokens"], "token"), place, processes)
+    prefill, decode = (PairedTimes(*found[part]) for part in ("prefill", "decode"))
+    place = f"in llama.cpp with {counted(threads, 'thread')}"
+    return speed.speed_record(counted(found["tokens"], "token"), prefill, decode, place, processes)
 
 
 def _run(request: dict[str, Any], limit: float) -> Any:
