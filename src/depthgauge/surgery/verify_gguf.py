@@ -68,8 +68,8 @@ def has_llama() -> bool:
 def not_checked() -> str:
     """Return the note of a result that llama.cpp has not checked."""
     return (
-        "the file was read back and is complete, but not run in llama.cpp, which is not installed; to check it, "
-        f"install the extra `gguf`: {install_command('gguf')}"
+        "the file was read back and is complete, but not run in llama.cpp, which is not installed; to check and "
+        f"time it, install the extra `gguf`: {install_command('gguf')}"
     )
 
 
