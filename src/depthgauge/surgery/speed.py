@@ -5,9 +5,10 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted, number
@@ -19,7 +20,6 @@ from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, repeated
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 from depthgauge.surgery.paired_times import FEW, WITHIN, PairedTimes, enough, paired_times
 
-T = TypeVar("T")
 SECONDS = 20.0
 """The time limit for timing two models, half of it for prefill."""
 
@@ -31,9 +31,9 @@ def compare_speed(
     """Time prefill and decode of two models with `paired_times`, and measure their memory.
 
     Prefill is timed on so many tokens, images, pairs or recordings that the device is what takes the time, not the
-    launching of its kernels; see `enough`. Decode continues the window `inputs`, or half a context of a shorter one,
-    token by token. Models that do not generate, or keep no cache, are not timed there. `processes` is how many the run
-    has; the record says so.
+    launching of its kernels; see `enough`. Decode continues the window `inputs` token by token, or less of it where the
+    context is less than twice as long. Models that do not generate, or keep no cache, are not timed there. `processes`
+    is how many the run has; the record says so.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
@@ -55,8 +55,7 @@ def compare_speed(
     prefill = paired_times(lambda which: models[which].prefill(read), started + SECONDS / 2)
     if all(model.cache for model in models):
         decode = paired_times(lambda which: models[which].token(), started + SECONDS)
-    amount = counted(size // len(read), "token") if tokens else counted(size, "input")
-    amount = f"{len(read)} × {amount}" if tokens and len(read) > 1 else amount
+    amount = f"{len(read)} × {size // len(read)} tokens" if tokens else counted(size, "input")
     place, held = str(dense.device), f"weights{' and key–value cache' if decode else ''}; activations are not included"
     if dense.device.type == "cuda":
         place = torch.cuda.get_device_name(dense.device)
@@ -86,7 +85,7 @@ def speed_record(
 class _TimedModel:
     """A model that has read a prompt, and continues it if it keeps a cache.
 
-    - `weights`, `bytes`: bytes of the weights, and beyond them: the peak on a GPU, the cache on other devices
+    - `weights`, `bytes`: bytes of the weights, and beyond them: on a GPU at the peak, on other devices of the cache
     """
 
     def __init__(self, checkpoint: Checkpoint, prompt: Inputs, generates: bool) -> None:
@@ -112,37 +111,39 @@ class _TimedModel:
         """Return the seconds of reading without a cache."""
         given = as_samples(inputs, self.checkpoint.reads).keywords(self.device, self.model.dtype)
         keywords = self.keywords | no_cache(self.model)
-        return timed(self.device, lambda: self.model(**given, **keywords))[0]
+        return timed(self.device, lambda: self.model(**given, **keywords))
 
     def token(self) -> float:
         """Return the seconds of the next token; after as many as the prompt has, the prompt is read again before."""
         if not self.left:
             self._read()
         self.left -= 1
-        token = self.out.logits[:, -1:].argmax(dim=-1)
-        seconds, (self.out, self.cache) = timed(self.device, lambda: decoded(self.model, token, self.cache))
-        return seconds
+        return timed(self.device, lambda: self._step(self.token_id, self.cache))
 
     def _read(self) -> None:
         given = as_samples(self.prompt, TEXT).main.to(self.device)
-        self.out, self.cache = decoded(self.model, given, {}, **self.keywords)
         self.left = given.shape[1]
+        self._step(given, {}, **self.keywords)
+
+    def _step(self, ids: Int[Tensor, "1 n"], cache: Mapping[str, Any], **keywords: Any) -> None:
+        out, self.cache = decoded(self.model, ids, cache, **keywords)
+        self.token_id = out.logits[:, -1:].argmax(dim=-1)
 
 
-def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds that work takes, by the clock of a GPU if the device is one, and its result."""
+def timed(device: torch.device, work: Callable[[], Any]) -> float:
+    """Return the seconds that work takes, by the clock of a GPU if the device is one."""
     if device.type != "cuda":
         started = time.perf_counter()
-        result = work()
-        return time.perf_counter() - started, result
+        work()
+        return time.perf_counter() - started
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        result = work()
+        work()
         end.record()
         end.synchronize()
-    return start.elapsed_time(end) / 1000, result
+    return float(start.elapsed_time(end)) / 1000
 
 
 def device_time(device: torch.device) -> float:
