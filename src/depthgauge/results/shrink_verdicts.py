@@ -361,7 +361,7 @@ def text_columns(record: ShrinkRecord) -> dict[str, list[str]]:
 
 def cost_columns(record: ShrinkRecord) -> dict[str, list[str]]:
     """Return the table of the costs that are known, column by column; a ratio of times has its 95 % interval."""
-    rows = []
+    rows = list[tuple[str, ...]]()
     counts: tuple[tuple[str, BeforeAfter | None, Callable[[float], str]], ...] = (
         ("parameters", record.parameters, lambda count: f"{count:,.0f}"),
         ("size on disk", record.bytes, size_text),

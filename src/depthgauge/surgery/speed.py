@@ -25,9 +25,7 @@ SECONDS = 20.0
 
 
 @torch.no_grad()
-def compare_speed(
-    before: Any, after: Any, inputs: Inputs, *, processes: int = 1
-) -> tuple[SpeedRecord, BeforeAfter, str]:
+def compare_speed(before: Any, after: Any, inputs: Inputs, processes: int = 1) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Time prefill and decode of two models with `paired_times`, and measure their memory.
 
     Prefill is timed on so many tokens, images, pairs or recordings that the device is what takes the time, not the
@@ -137,7 +135,7 @@ def timed(device: torch.device, work: Callable[[], Any]) -> float:
         work()
         return time.perf_counter() - started
     with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         start.record()
         work()

@@ -441,14 +441,10 @@ class ShrinkRun:
         if self.ranks.count > 1:
             notes += (f"{self.ranks.count} processes divided the windows",)
         notes += self._heal_advice() if checkpoint.stream is None else ()
-        record = msgspec.structs.replace(record, notes=notes)
-        # A GGUF file is timed in llama.cpp, which runs it.
         if checkpoint.stream is not None or self.ranks.index or isinstance(self.opened.stored, GgufLayout):
-            return record
+            return msgspec.structs.replace(record, notes=notes)  # llama.cpp times a GGUF file when it is written
         self.progress(0, 1, "speed of both models")
-        smaller = as_dtype(shrunk.model, checkpoint.model.dtype)
+        dense, smaller = checkpoint.model, as_dtype(shrunk.model, checkpoint.model.dtype)
         with self.durations("speed"):
-            speed, memory, kind = compare_speed(
-                checkpoint.model, smaller, certifier.inputs[:1], processes=self.ranks.count
-            )
+            speed, memory, kind = compare_speed(dense, smaller, certifier.inputs[:1], self.ranks.count)
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=(*notes, f"memory: {kind}"))
