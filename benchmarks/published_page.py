@@ -80,9 +80,6 @@ file.
 - **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
   items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
   95 % interval.
-- **Speed** is relative to the dense model, for a prompt of 512 tokens and for generation. It depends on the number of
-  blocks alone. It is the median of so many turns as the table says (of 3 in llama.cpp); a pass takes milliseconds, so
-  that the median of 3 can be off by a third.
 
 ![Bits per byte against the number of removed blocks, by method](figures/results.png)
 """
@@ -114,25 +111,15 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
         )
     yield from (line for _, line in sorted(table, key=lambda pair: pair[0]))
     yield ""
-    has_llama = "llama_prefill" in document["speeds"][0]
-    yield "| removed | parameters | turns | prompt | generation |" + (
-        " GGUF | prompt, llama.cpp | generation, llama.cpp |" if has_llama else ""
-    )
-    yield "| --- " * (8 if has_llama else 5) + "|"
-    for speed in document["speeds"]:
-        cells = [
-            str(speed["removed"]),
-            f"{speed['parameters'] / 1e6:.0f} million",
-            str(speed["turns"]),
-            f"{speed['prefill']:.2f} ×",
-            f"{speed['decode']:.2f} ×",
-        ]
-        if has_llama:
-            cells += [f"{speed['gguf_bytes'] / document['bytes']:.2f} of the size"]
-            cells += [f"{speed[f'llama_{part}']:.2f} ×" for part in ("prefill", "decode")]
+    is_gguf = "gguf_bytes" in document["sizes"][0]
+    yield "| removed | parameters |" + (" GGUF |" if is_gguf else "")
+    yield "| --- " * (3 if is_gguf else 2) + "|"
+    for size in document["sizes"]:
+        cells = [str(size["removed"]), f"{size['parameters'] / 1e6:.0f} million"]
+        cells += [f"{size['gguf_bytes'] / document['bytes']:.2f} of the size"] if is_gguf else []
         yield f"| {' | '.join(cells)} |"
 
 
 def _measured_with(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"Measured on {document['device']} in float32 (llama.cpp: on its CPU, the file's own types) with {versions}."
+    return f"Measured on {document['device']} in float32 with {versions}."

@@ -223,7 +223,7 @@ def test_the_tables_say_what_matters(run: Run) -> None:
     assert "0.388 [0.347, 0.431]" in words
     assert "on at least 95 % of windows of 512 tokens like those of corpus.txt" in words
     assert ASSUMPTION in words
-    assert "│ prefill │ 812 ms │ 634 ms │ 0.781 │" in words
+    assert "│ prefill │ 812 ms │ 634 ms │ 0.781 [0.763, 0.8] │" in words
     assert "a new process without depthgauge loaded 23 layers" in words
     assert "recovery: 2,000,000 tokens in 2 minutes (all tokens) changed the objective" in words
     assert "note: the source is a quantized GGUF file" in words

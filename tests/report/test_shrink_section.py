@@ -29,11 +29,11 @@ from shrink_documents import (
 from depthgauge.errors import InputError
 from depthgauge.report.page import render
 from depthgauge.report.page_parts import PagePart
-from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts
+from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts, sizes_part
 from depthgauge.report.write import write_report
 from depthgauge.results.record import ResultError
 from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
-from depthgauge.results.shrink_verdicts import shrink_verdict
+from depthgauge.results.shrink_verdicts import shrink_verdict, times_sentence
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -150,8 +150,14 @@ def test_without_a_guarantee_the_page_says_so() -> None:
 
 def test_costs_repair_and_search_are_those_of_the_record() -> None:
     parts = parts_of(DOCUMENT)
-    assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", 0.6344 / 0.8121)
+    assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", "0.781 [0.763, 0.8]")
     assert parts["costs"].table_open
+    assert parts["costs"].caption.endswith(f" {times_sentence(check_shrink(DOCUMENT))}")
+    document = copy.deepcopy(DOCUMENT)
+    document["speed"] |= {"prefill": None, "what": "prefill: no number"}
+    costs = parts_of(document)["costs"]
+    assert [row[0] for row in costs.table.rows] == ["parameters", "size on disk", "memory", "decode, per token"]
+    assert costs.caption.endswith(": prefill: no number.")
     bare, repaired = traces(parts["candidates"])
     assert bare["x"] == [one["increase"] for one in PLAN["candidates"]]
     assert repaired["x"] == [one["repaired"] for one in PLAN["candidates"]]
@@ -162,6 +168,12 @@ def test_costs_repair_and_search_are_those_of_the_record() -> None:
     assert "Recovery: 2,000,000 tokens in 2 minutes" in parts["notes"].caption
     assert [row[0] for row in parts["recovery"].table.rows] == [0, 1_000_000, 2_000_000]
     assert ("torch", "2.8.0") in parts["notes"].table.rows
+
+
+def test_every_size_has_the_interval_of_its_speed() -> None:
+    part = sizes_part([check_shrink(DOCUMENT), check_shrink(with_limit() | {"speed": None})])
+    assert part.table.columns[5:7] == ("prefill time", "decode time")
+    assert [row[5:7] for row in part.table.rows] == [("0.781 [0.763, 0.8]", "0.773 [0.75, 0.797]"), (None, None)]
 
 
 def test_facts_say_what_it_is_and_on_what() -> None:

@@ -26,12 +26,13 @@ from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import SHRINK_ADVICE, PlanRecord, ShrinkRecord, check_shrink, read_plan
 from depthgauge.results.shrink_verdicts import (
+    cost_columns,
     guarantee_sentences,
     objective_label,
-    shrink_costs,
     shrink_verdict,
     shrink_warnings,
     stack_picture,
+    times_sentence,
 )
 
 DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -284,6 +285,8 @@ def test_documents_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert record.plan.settings.confidence == ShrinkOptions().confidence
     assert record.to_json()["guarantee"] == old["guarantee"]
     assert guarantee_sentences(record) == guarantee_sentences(now)
+    assert cost_columns(record)["after ÷ before"][3:] == ["0.781", "0.773"]
+    assert times_sentence(record).startswith("Times: prefill of ")
     (tmp_path / "plan.json").write_text(json.dumps(old["plan"]))
     assert read_plan(tmp_path / "plan.json") == now.plan
 
@@ -381,14 +384,31 @@ def test_the_picture_names_every_kept_block_once_and_marks_the_others(removed: t
 
 
 def test_costs_are_those_of_the_document() -> None:
-    costs = {cost.name: cost for cost in shrink_costs(check_shrink(DOCUMENT))}
-    assert list(costs) == ["parameters", "size on disk", "memory", "prefill", "decode, per token"]
-    assert costs["parameters"].text(costs["parameters"].after) == "109,741,248"
-    assert costs["memory"].text(costs["memory"].before) == "546 MB"
-    assert costs["prefill"].ratio == pytest.approx(0.6344 / 0.8121)
-    assert [cost.name for cost in shrink_costs(check_shrink(encoder()))] == ["parameters", "size on disk", "prefill"]
-    assert shrink_costs(check_shrink(limit_not_reached())) == ()
+    def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+        return list(zip(*cost_columns(check_shrink(document)).values(), strict=True))
+
+    assert rows(DOCUMENT) == [
+        ("parameters", "134,515,008", "109,741,248", "0.816"),
+        ("size on disk", "538 MB", "439 MB", "0.816"),
+        ("memory", "546 MB", "445 MB", "0.815"),
+        ("prefill", "812 ms", "634 ms", "0.781 [0.763, 0.8]"),
+        ("decode, per token", "41.1 ms", "31.8 ms", "0.773 [0.75, 0.797]"),
+    ]
+    assert [row[0] for row in rows(encoder())] == ["parameters", "size on disk", "prefill"]
+    assert cost_columns(check_shrink(limit_not_reached())) == {}
     document = copy.deepcopy(DOCUMENT)
     document["speed"] = {"prefill": 1.25, "decode": None}
-    (prefill,) = [cost for cost in shrink_costs(check_shrink(document)) if cost.name == "prefill"]
-    assert (prefill.before, prefill.after, prefill.ratio) == (None, None, 0.8)
+    assert rows(document)[3:] == [("prefill", "–", "–", "0.8")]  # of an early version: no times, and no interval
+
+
+def test_times_that_did_not_settle_are_a_sentence_and_no_number() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    assert times_sentence(check_shrink(document)) == (
+        "Times, with the 95 % interval of their ratio: prefill of 512 tokens in 16 pairs of runs, decode of one token "
+        "at a time in 64 pairs of runs, on cpu."
+    )
+    document["speed"] = {"prefill": None, "decode": None, "what": "prefill of 8 tokens: no number, on cpu"}
+    record = check_shrink(document)
+    assert [*cost_columns(record)["cost"]] == ["parameters", "size on disk", "memory"]
+    assert times_sentence(record) == "Times: prefill of 8 tokens: no number, on cpu."
+    assert times_sentence(check_shrink(document | {"speed": None})) == ""

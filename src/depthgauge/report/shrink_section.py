@@ -14,6 +14,7 @@ from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecor
 from depthgauge.results.shrink_verdicts import (
     SHORT_TEXTS,
     accuracy_sentence,
+    cost_columns,
     durations_sentence,
     guarantee_sentences,
     increase_text,
@@ -22,11 +23,11 @@ from depthgauge.results.shrink_verdicts import (
     objective_label,
     recovery_sentences,
     reload_sentence,
-    shrink_costs,
     shrink_verdict,
     stage_sentence,
     text_label,
     texts_caption,
+    times_sentence,
     why_not_guaranteed,
     with_error,
 )
@@ -306,11 +307,12 @@ def sizes_part(records: Sequence[ShrinkRecord]) -> PagePart:
             ]),
         })  # fmt: skip
     for one in records:
-        costs = {cost.name: cost.ratio for cost in shrink_costs(one)}
+        columns = cost_columns(one)
+        costs = dict(zip(columns.get("cost", ()), columns.get("after ÷ before", ()), strict=True))
         bound = None if one.guarantee is None else one.guarantee.quantile.increase
         shown = [costs.get(name) for name in ("parameters", "size on disk", "prefill", "decode, per token")]
         rows.append((len(one.removed), measured_increase(one), bound, *shown, one.out or DASH))
-    columns = (
+    titles = (
         "layers removed", "increase", "guaranteed", "parameters", "size on disk", "prefill time", "decode time",
         "written to",
     )  # fmt: skip
@@ -322,7 +324,7 @@ def sizes_part(records: Sequence[ShrinkRecord]) -> PagePart:
         "source model; below 1 is smaller or faster."
     )
     alt = f"Line chart of {label_.added} by number of removed layers, one line per kind of text. {words}."
-    table = Table("Every size", columns, tuple(rows))
+    table = Table("Every size", titles, tuple(rows))
     return PagePart("sizes", "Choose by looking", caption, single(alt, 420, drawn), table, table_open=True)
 
 
@@ -411,13 +413,12 @@ def guarantee_part(record: ShrinkRecord) -> PagePart:
 
 def cost_part(record: ShrinkRecord) -> PagePart | None:
     """Return parameters, bytes, memory and times before and after."""
-    costs = shrink_costs(record)
-    if not costs:
+    columns = cost_columns(record)
+    if not columns:
         return None
-    rows = tuple((cost.name, cost.text(cost.before), cost.text(cost.after), cost.ratio) for cost in costs)
-    table = Table("Size and speed", ("cost", "before", "after", "after ÷ before"), rows)
-    what = "" if record.speed is None or not record.speed.what else f" Times: {record.speed.what}."
-    caption = f"Both models were measured in turns in one run; a ratio below 1 is smaller or faster.{what}"
+    table = Table("Size and speed", tuple(columns), tuple(zip(*columns.values(), strict=True)))
+    caption = "Both models were measured in turns in one run; a ratio below 1 is smaller or faster."
+    caption = f"{caption} {times_sentence(record)}".rstrip()
     return PagePart("costs", "Size, memory and speed", caption, None, table, table_open=True, half=True)
 
 

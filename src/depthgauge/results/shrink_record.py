@@ -141,11 +141,8 @@ class PlanRecord(Record, frozen=True, kw_only=True):
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""
-        return {
-            "model": repr(self.model),
-            "layers": f"{self.layers} → {self.layers - len(self.removed)}",
-            "removed": _listed(self.removed),
-        }
+        layers = f"{self.layers} → {self.layers - len(self.removed)}"
+        return {"model": repr(self.model), "layers": layers, "removed": _listed(self.removed)}
 
 
 class LossRecord(Record, frozen=True, kw_only=True):
@@ -220,15 +217,19 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
 
 class SpeedRecord(Record, frozen=True, kw_only=True):
-    """Times of the two models, measured in alternating runs.
+    """Times of the two models, measured in pairs of runs; None where they did not settle, or were not measured.
 
-    - `prefill`, `decode`: speed after ÷ speed before, for one window and per generated token; above 1 is faster
-    - `prefill_before`, …, `decode_after`: the seconds; None for models that do not generate
-    - `what`: what was timed, as a phrase: the device, the tokens of the window, the number of repetitions
+    - `prefill`, `decode`: speed after ÷ speed before, of reading a prompt and per generated token; above 1 is faster
+    - `prefill_low`, …, `decode_high`: the ends of their 95 % intervals; None in documents of earlier versions
+    - `prefill_before`, …, `decode_after`: the median seconds; `what`: a phrase for what was timed, how often and where
     """
 
     prefill: Measured
     decode: Measured
+    prefill_low: Measured = None
+    prefill_high: Measured = None
+    decode_low: Measured = None
+    decode_high: Measured = None
     prefill_before: Measured = None
     prefill_after: Measured = None
     decode_before: Measured = None
@@ -423,8 +424,7 @@ def _plan_problems(plan: PlanRecord, place: str) -> Iterator[str]:
     if not 1 <= plan.layers <= MOST_LAYERS:
         yield f"{place}layers: expected from 1 to {MOST_LAYERS}, got {plan.layers}"
     yield from _removed_problems(plan.removed, plan.layers, f"{place}removed")
-    found = {f"{place}search[{k}].layer": step.layer for k, step in enumerate(plan.search)}
-    yield from _layer_problems(found, plan.layers)
+    yield from _layer_problems({f"{place}search[{k}].layer": s.layer for k, s in enumerate(plan.search)}, plan.layers)
     for k, candidate in enumerate(plan.candidates):
         yield from _removed_problems(candidate.removed, plan.layers, f"{place}candidates[{k}].removed")
 

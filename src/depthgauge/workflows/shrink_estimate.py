@@ -25,11 +25,11 @@ from depthgauge.surgery.distill import TRAINING, windows_per_step
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import calibration_request
 from depthgauge.surgery.part_costs import LIBRARIES, PartCosts, few_blocks, measure_costs, update_time
-from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
+from depthgauge.surgery.speed import SECONDS
 from depthgauge.surgery.student import Effort, effort_of
 
-_SPEED_RUNS = 2 * (REPEATS + 1)
-"""Runs of the two models when their speed is compared."""
+_NEW_TOKENS = 32
+"""Tokens that the new process generates, with a cache and without."""
 _BACKWARD = 1.8
 """The backward pass of a block in forward passes, where the repair trains a part of its weights."""
 _AFTER = 0.6
@@ -143,14 +143,13 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
         tasks = job.task_tokens / job.window
         made = Work(kept * job.certify, job.certify, passes=kept * reads)
         parts["certification"] = everything if job.makes == DIRECTORY else everything + _times(sizes, made)
-        spoken = _SPEED_RUNS * NEW_TOKENS * costs.token
-        if not job.streams:
-            parts["speed"] = _times(sizes, Work(_SPEED_RUNS * (1 + kept) / 2, 0, spoken * (1 + kept) / 2))
+        if not job.streams:  # both models read a prompt; then the time limit is what it takes at most
+            parts["speed"] = _times(sizes, Work(1 + kept, 0, SECONDS))
         if tasks:
             parts["tasks"] = Work(tasks * (1 + sizes * kept), tasks * (1 + sizes))
         # The new process computes the windows one by one, and both processes hash all tensors.
         slower = kept * job.certify * max(0.0, costs.token - costs.window)
-        load, spoken = kept * (costs.load + 2 * costs.hashed), 4 * NEW_TOKENS * kept * costs.token
+        load, spoken = kept * (costs.load + 2 * costs.hashed), _NEW_TOKENS * kept * costs.token
         if job.makes == GGUF:
             parts["reading the file back"] = _times(sizes, Work(4, 4, load, kept))
         elif job.makes == DIRECTORY:

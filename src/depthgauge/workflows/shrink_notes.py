@@ -30,8 +30,8 @@ def shrink_notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel)
             notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
     if checkpoint.stream is not None:
         notes.append(
-            "the weights were streamed: no text was sampled from the model, no weights were trained, and the speed was "
-            "not measured"
+            "the weights were streamed: no text was sampled from the model, no weights were trained, and the speed of "
+            "transformers was not measured"
         )
     if shrunk.stages and not shrunk.repaired:
         notes.append("no repair lowered the objective on the selection windows, so no weight was changed")

@@ -495,11 +495,12 @@ class ShrinkRun:
         notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self.candidates.notes)
         if self.ranks.count > 1:
             notes += (f"{self.ranks.count} processes divided the windows",)
-        if checkpoint.stream is not None or self.ranks.index:
-            return msgspec.structs.replace(record, notes=notes)
+        notes += self._recovery_advice() if checkpoint.stream is None else ()
+        if checkpoint.stream is not None or self.ranks.index or isinstance(self.opened.stored, GgufLayout):
+            return msgspec.structs.replace(record, notes=notes)  # llama.cpp times a GGUF file when it is written
         self.progress(0, 1, "speed of both models")
-        dense = checkpoint.model
+        dense, smaller = checkpoint.model, as_dtype(shrunk.model, checkpoint.model.dtype)
         with self.durations("speed"):
-            speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes += (*self._recovery_advice(), f"memory: {kind}")
+            speed, memory, kind = compare_speed(dense, smaller, certifier.inputs[:1], self.ranks.count)
+        notes += (f"memory: {kind}",)
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
