@@ -92,6 +92,7 @@ def compare(processes: list[dict[str, Any]], alone: Any) -> None:
     assert_close(without_notes(first["gauged"]), without_notes(alone["gauged"]))
     note = f"{len(processes)} processes divided the windows"
     assert note in first["shrunk"]["notes"]
+    assert f"in one of {len(processes)} processes of the run" in first["shrunk"]["speed"]["what"]
     assert note in first["gauged"][0]["notes"]
     for other in others:
         assert other["gauged"] == first["gauged"]
