@@ -57,8 +57,8 @@ def _bits(record: EvaluateRecord) -> list[float]:
 
 
 OURS = """\
-- **depthgauge** is `shrink` with `--effort quick` and with the defaults, both without training, and with the defaults and
-  `--recover` of 0.5, 2 and 8 million tokens. Where training gained less than its standard error on the windows that
+- **depthgauge** is `shrink` with `--effort quick` and with the defaults, both without training, and with the defaults
+  and `--recover` of 0.5, 2 and 8 million tokens. Where training gained less than its standard error on the windows that
   decide about it, the model before it is kept, and both rows agree."""
 FORMER = """\
 - **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition. Where healing

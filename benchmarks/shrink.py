@@ -13,7 +13,8 @@ same part of each text. Our method is called as a user calls it. The claims, for
 The texts are those of the Debian packages fortunes, debian-handbook and bible-kjv-text:
 
     python benchmarks/shrink.py --make-texts results/texts
-    python benchmarks/shrink.py --checkpoint gemma-3-270m --remove 4 --source kjv --recover 2M --text results/texts/*.txt
+    python benchmarks/shrink.py --checkpoint gemma-3-270m --remove 4 --source kjv --text results/texts/*.txt \\
+        --recover 2M
     python benchmarks/shrink.py --checkpoint SmolLM2-135M --remove 3 7 11 --source fortunes --text results/texts/*.txt
 
 Without a checkpoint the program runs on a small random Llama and judges nothing.

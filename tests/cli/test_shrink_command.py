@@ -402,7 +402,7 @@ def test_the_documentation_names_every_flag(run: Run) -> None:
 def keys_of(value: Any) -> set[str]:
     if isinstance(value, dict):
         return set(value) | {
-            key for name, v in value.items() if name not in ("files", "versions") for key in keys_of(v)
+            key for name, v in value.items() if name not in ("files", "versions", "data") for key in keys_of(v)
         }
     return {key for inner in value for key in keys_of(inner)} if isinstance(value, list) else set()
 

@@ -57,9 +57,7 @@ def _recovery() -> dict[str, Any]:
         "how": ["1 window at a time, gradients of 8 added"],
         "data": {"corpus.txt": 600_000, "more text.txt": 400_000, "continued by SmolLM2-135M": 1_000_000},
         "before": 3.8124, "after": 3.7611, "error": 0.004, "kept": True, "ended": "all tokens",
-        "curve": [
-            {"tokens": tokens, "train": train, "select": select, "apart": apart} for tokens, train, select, apart in ways
-        ],
+        "curve": [dict(zip(("tokens", "train", "select", "apart"), way, strict=True)) for way in ways],
     }  # fmt: skip
 
 
@@ -193,7 +191,8 @@ def encoder() -> dict[str, Any]:
             "decode_after": None, "what": "prefill of 4 × 128 tokens in 8 pairs of runs, on cpu",
         },
         "memory": None, "curve": [{"method": "depthgauge", "removed": 1, "increase": 0.3}],
-        "stages": [{"name": "distillation", "before": 0.52, "after": 0.31, "error": 0.01, "kept": True}], "recovery": None,
+        "stages": [{"name": "distillation", "before": 0.52, "after": 0.31, "error": 0.01, "kept": True}],
+        "recovery": None,
         "reload": {
             "difference": 0.0, "layers": 5, "generation": "not applicable", "program": "transformers",
             "source_difference": None,

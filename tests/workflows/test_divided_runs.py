@@ -163,7 +163,10 @@ def test_the_first_windows_of_all_are_the_first_of_each() -> None:
 
 def test_one_process_prints_what_all_refuse(folder: Path) -> None:
     ended = started(2, "-m", "depthgauge", "evaluate", str(folder / "model"))
-    sentence = "error: depthgauge evaluate runs in one process; start it without torchrun, which is for gauge, shrink and recover\n"
+    sentence = (
+        "error: depthgauge evaluate runs in one process; start it without torchrun, which is for gauge, shrink and "
+        "recover\n"
+    )
     assert ended == [(2, "", sentence), (2, "", "")]
 
 

@@ -45,9 +45,12 @@ def test_training_recovers_most_of_the_loss(recovered: tuple[Path, dg.results.Re
     record = recovered[1].record
     text = record.texts[0]
     assert record.recovery.kept
-    assert text.teacher is not None and text.before is not None and text.after is not None
+    assert text.teacher is not None
+    assert text.before is not None
+    assert text.after is not None
     assert text.after - text.teacher < 0.6 * (text.before - text.teacher)
-    assert text.high is not None and text.high < 0
+    assert text.high is not None
+    assert text.high < 0
     assert record.recovery.tokens == pytest.approx(200_000, rel=0.03)
     assert [point.tokens for point in record.recovery.curve] == sorted(point.tokens for point in record.recovery.curve)
     assert sum(record.recovery.data.values()) > 0
@@ -113,10 +116,14 @@ def test_shrink_recovers_before_it_certifies(place: Path, monkeypatch: pytest.Mo
     bare = dg.shrink(place / "model", no_repair=True, **given).record
     made = dg.shrink(place / "model", recover=TOKENS, out=place / "shrunk", report=place / "shrunk.html", **given)
     record = made.record
-    assert record.recovery is not None and record.recovery.kept
-    assert record.loss.shrunk is not None and bare.loss.shrunk is not None and record.loss.dense is not None
+    assert record.recovery is not None
+    assert record.recovery.kept
+    assert record.loss.shrunk is not None
+    assert bare.loss.shrunk is not None
+    assert record.loss.dense is not None
     assert record.loss.shrunk - record.loss.dense < 0.6 * (bare.loss.shrunk - bare.loss.dense)
-    assert record.guarantee is not None and bare.guarantee is not None
+    assert record.guarantee is not None
+    assert bare.guarantee is not None
     assert record.guarantee.quantile.increase < bare.guarantee.quantile.increase
     assert check_shrink(json.loads((place / "shrunk" / "depthgauge.json").read_text())) == record
     assert "predict what the source model predicts" in (place / "shrunk" / "README.md").read_text()
@@ -156,12 +163,14 @@ def test_shrink_names_what_recover_expects(place: Path, recover: str) -> None:
         dg.shrink(place / "model", remove=1, recover=recover)
 
 
-def test_heal_is_gone(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heal_is_gone(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match="--recover 2M"):
         dg.shrink(place / "model", remove=1, heal=200)
-    monkey = ["depthgauge", "shrink", str(place / "model"), "--remove", "1", "--heal", "200", "--out", "x"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr("sys.argv", monkey)
+    command = ["depthgauge", "shrink", str(place / "model"), "--remove", "1", "--heal", "200", "--out", "x"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
     assert "--heal is gone: give --recover 2M" in capsys.readouterr().err

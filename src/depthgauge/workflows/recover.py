@@ -11,7 +11,7 @@ from depthgauge._ranks import ALONE, Ranks
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import find_text, split_field
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, require_type
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_text, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS
@@ -76,6 +76,7 @@ def recover(
     Raises:
         InputError: a model or an option cannot be used.
     """
+    require_type("model", model, (str, Path), "the path of a checkpoint, or a name on the hub")
     settings = make_recover_options(options, fields)
     settings.check()
     teacher = settings.teacher
