@@ -95,6 +95,7 @@ test-core: $(VENV)/dev.stamp
 # to each other, whose shapes mypy cannot check: the mathematics, measures of checkpoints, and the units of surgery.
 # Records, commands and pages are checked by mypy and by the validation of documents.
 ANNOTATED := tests/linalg tests/network tests/measures tests/surrogates tests/certificates tests/checkpoints \
+	tests/recovery/test_training_data.py \
 	$(wildcard tests/surgery/test_block_runner.py tests/surgery/test_distill.py tests/surgery/test_objective.py) \
 	$(wildcard tests/surgery/test_repair*.py)
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp

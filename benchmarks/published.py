@@ -10,7 +10,7 @@ Directories that exist are used again. The second command writes the page from t
 Speed is measured by speed_ratio.py.
 
 - ShortGPT, UIDL and SLEB choose blocks, without repair; see shrink_peers.py. SLEB is greedy removal by loss.
-- depthgauge is `shrink` with `--effort quick`, the default, and the default with `--heal 200`
+- depthgauge is `shrink` with `--effort quick` and the default, both without training, and the default with `--recover`
 """
 
 import argparse
@@ -40,9 +40,9 @@ from depthgauge.surgery.write_model import written_model
 
 SHARES = (0.10, 0.25, 0.40)
 OURS = {
-    "depthgauge, quick": {"effort": "quick"},
-    "depthgauge": {"effort": "default"},
-    "depthgauge, healed": {"effort": "default", "heal": 200},
+    "depthgauge, quick": {"effort": "quick", "recover": "off"},
+    "depthgauge": {"recover": "off"},
+    **{f"depthgauge, recovered {amount}": {"recover": amount} for amount in ("0.5M", "2M", "8M")},
 }
 WINDOW, ITEMS, LETTERS = 512, 500, 200_000
 """Tokens per window of the perplexities, items of the cloze task, and letters that are used of each unseen text."""

@@ -62,10 +62,12 @@ def _no_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 3600.0)
 
 
-@pytest.fixture(autouse=True)
-def _short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `shrink` time models for a moment only; few ratios settle then. tests/surgery/test_speed.py has more time."""
-    monkeypatch.setattr("depthgauge.surgery.speed.SECONDS", 0.1)
+@pytest.fixture(autouse=True, scope="session")
+def _short_timing() -> Iterator[None]:
+    """Let `shrink` time models for a moment only, also in fixtures of a module; few ratios settle then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthgauge.surgery.speed.SECONDS", 0.1)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,9 @@ def test_every_example_is_run() -> None:
 def test_the_readme_counts_the_examples() -> None:
     words = ["no", "one", "two", "three", "four", "five", "six", "seven"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").lower().split())
-    assert f"{words[len(LAST)]} of the {words[len(EXAMPLES)]} scripts in [`examples/`](examples) run in seconds" in readme
+    assert (
+        f"{words[len(LAST)]} of the {words[len(EXAMPLES)]} scripts in [`examples/`](examples) run in seconds" in readme
+    )
 
 
 @pytest.mark.docs

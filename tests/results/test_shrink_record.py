@@ -46,7 +46,8 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 # Keys that may be missing: they have a default, and every option has one.
 OPTIONAL = re.compile(
     r"(plan\.)?(settings\..*|search|candidates|files\..*)|plan\.schema|guarantee\.(limit|tested)|speed\.(\w+_\w+|what)|"
-    r"versions\..*|stages|durations(\..*)?|(plan\.)?hub|evaluation|accuracy|reload\.(program|source_difference)"
+    r"versions\..*|stages|durations(\..*)?|(plan\.)?hub|evaluation|accuracy|"
+    r"recovery(\.data\..*)?|reload\.(program|source_difference)"
 )
 
 
@@ -94,7 +95,7 @@ def test_a_plan_can_be_read_from_both_kinds_of_file(tmp_path: Path) -> None:
     assert isinstance(plan, PlanRecord)
     assert plan == read_plan(tmp_path / "depthgauge.json") == read_shrink(tmp_path / "depthgauge.json").plan
     assert plan.settings == ShrinkOptions(
-        remove="7", confidence=0.95, effort="default", heal="200", text=("corpus.txt", "more text.txt"),
+        remove="7", confidence=0.95, effort="default", recover="2M", text=("corpus.txt", "more text.txt"),
         sampled=0.5, window=512, bos="auto", seed=0, dtype="float32", device="cpu",
     )  # fmt: skip
     (tmp_path / "again.json").write_text(plan.dump(), encoding="utf-8")
@@ -221,7 +222,7 @@ def test_unknown_keys_are_ignored() -> None:
 
 
 def test_options_accept_one_text_and_a_whole_number() -> None:
-    options = make_shrink_options(ShrinkOptions(seed=3), {"text": Path("a.txt"), "remove": 7, "heal": None})
+    options = make_shrink_options(ShrinkOptions(seed=3), {"text": Path("a.txt"), "remove": 7, "recover": None})
     assert options == ShrinkOptions(seed=3, text=("a.txt",), remove="7")
     assert options.given() == {"seed": 3, "text": ("a.txt",), "remove": "7"}
     with pytest.raises(InputError, match=r"option of shrink must be one of .* did you mean 'remove'"):
@@ -353,10 +354,10 @@ def test_a_damaged_model_is_called_damaged() -> None:
     assert shrink_warnings(check_shrink(document)) == ()
     document["texts"][2]["increase"] = 1.3
     document["texts"][0]["increase"] = document["texts"][1]["increase"] = 0.4
-    document["heal"] = None
+    document["recovery"] = None
     (found,) = shrink_warnings(check_shrink(document))
     assert "more than 3 times as much as on your text" in found
-    assert found.endswith("remove fewer blocks, or train it with --heal auto")
+    assert found.endswith("remove fewer blocks, or train it with --recover 2M")
     document["texts"][2]["increase"] = 0.4
     document["guarantee"]["quantile"]["increase"] = 1.5
     (found,) = shrink_warnings(check_shrink(document))

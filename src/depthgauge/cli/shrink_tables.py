@@ -16,8 +16,8 @@ from depthgauge.results.shrink_verdicts import (
     cost_columns,
     durations_sentence,
     guarantee_sentences,
-    heal_sentence,
     objective_label,
+    recovery_sentences,
     reload_sentence,
     stack_picture,
     stage_sentence,
@@ -47,8 +47,8 @@ def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     yield from candidate_tables(record.plan, width)
     for stage in record.stages:
         yield _line(stage_sentence(stage))
-    if record.heal is not None:
-        yield _line(heal_sentence(record.heal))
+    if record.recovery is not None:
+        yield from map(_line, recovery_sentences(record.recovery))
     if record.reload is not None:
         yield _line(reload_sentence(record.reload))
     yield _line(calibration_sentence(record.plan.calibration, record.seconds))

@@ -8,6 +8,7 @@ from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering,
 from depthgauge.report.evaluate_section import evaluate_parts
 from depthgauge.report.markup import Table, capital, command_line, settings_table
 from depthgauge.report.page_parts import Page, PagePart, Section, present
+from depthgauge.report.recover_section import recovery_part
 from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import (
@@ -16,11 +17,11 @@ from depthgauge.results.shrink_verdicts import (
     cost_columns,
     durations_sentence,
     guarantee_sentences,
-    heal_sentence,
     increase_text,
     limit_failed,
     measured_increase,
     objective_label,
+    recovery_sentences,
     reload_sentence,
     shrink_verdict,
     stage_sentence,
@@ -45,9 +46,9 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
     """Return the stack before and after, one cell per block."""
     if not record.removed:
         return None
-    gone, is_healed = set(record.removed), record.heal is not None and record.heal.kept
+    gone, is_trained = set(record.removed), record.recovery is not None and record.recovery.kept
     # The repair changes blocks from the one before the first gap on.
-    first = 0 if is_healed else min(gone) - 1 if record.repaired else record.layers_before
+    first = 0 if is_trained else min(gone) - 1 if record.repaired else record.layers_before
     kept = [layer for layer in range(record.layers_before) if layer not in gone]
     states = [_REMOVED if layer in gone else _state(layer, first) for layer in range(record.layers_before)]
     after = [*(_state(layer, first) for layer in kept), *[None] * len(gone)]
@@ -241,6 +242,10 @@ def candidate_part(record: ShrinkRecord) -> PagePart | None:
     return PagePart("candidates", "Every choice, without and with repair", caption, chart, table)
 
 
+def _recovery_part(record: ShrinkRecord) -> PagePart | None:
+    return recovery_part(record.recovery, record.objective)
+
+
 SAVED = "model"
 """The directory that a page suggests for a model that was shrunk in memory."""
 _OUT = "smaller"
@@ -354,7 +359,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
 def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
     first = (stack_part, guarantee_part, text_part, curve_part)
-    rest = (candidate_part, cost_part, search_part, notes_part)
+    rest = (candidate_part, _recovery_part, cost_part, search_part, notes_part)
     tasks = () if record.evaluation is None else evaluate_parts(record.evaluation)
     return present(*(make(record) for make in first), *tasks, *(make(record) for make in rest))
 
@@ -429,9 +434,9 @@ def search_part(record: ShrinkRecord) -> PagePart | None:
 
 
 def notes_part(record: ShrinkRecord) -> PagePart | None:
-    """Return the check of the written model, healing, remarks and versions."""
+    """Return the check of the written model, the recovery, remarks and versions."""
     lines = [reload_sentence(record.reload)] if record.reload is not None else []
-    lines += [heal_sentence(record.heal)] if record.heal is not None else []
+    lines += [] if record.recovery is None else recovery_sentences(record.recovery)
     lines += [durations_sentence(record)] if record.durations else []
     caption = " ".join(f"{capital(line)}." for line in (*lines, *record.notes))
     if not caption and not record.versions:

@@ -10,13 +10,13 @@ from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.labels import of_stack
+from depthgauge.results.recover_record import RecoveredText, RecoverRecord, RecoveryRecord
 from depthgauge.results.shrink_record import (
     GIVEN,
     LLAMA,
     BeforeAfter,
     CalibrationRecord,
     GuaranteeRecord,
-    HealRecord,
     ReloadRecord,
     RepairStage,
     ShrinkRecord,
@@ -89,7 +89,7 @@ def objective_label(objective: str) -> ObjectiveLabel:
     return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(objective, objective, "the objective grows by #")
 
 
-def text_label(text: TextRecord) -> str:
+def text_label(text: TextRecord | RecoveredText) -> str:
     """Return what a text is: `your text (corpus.txt)`."""
     kind = TEXTS.get(text.kind, text.kind)
     return f"{kind} ({text.name})" if text.kind in GIVEN and text.name else kind
@@ -156,7 +156,7 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
         found.append(f"only {number(bound)} nats per token are guaranteed")
     if record.objective != "loss" or not found:
         return ()
-    advice = "remove fewer blocks" + ("" if record.heal is not None else ", or train it with --heal auto")
+    advice = "remove fewer blocks" + ("" if record.recovery is not None else ", or train it with --recover 2M")
     return (f"warning: this model is damaged: {', and '.join(found)}; {advice}",)
 
 
@@ -269,12 +269,24 @@ def durations_sentence(record: ShrinkRecord) -> str:
     return f"time: {', '.join(shares)}{expected}" if shares else ""
 
 
-def heal_sentence(heal: HealRecord) -> str:
-    """Return what training after the repair did."""
+def recover_verdict(record: RecoverRecord) -> str:
+    """State what a recovery changed on windows that were kept apart, and that it was undone if it was."""
+    if not record.recovery.kept:
+        return f"{record.name} was not improved: the training gained less than its standard error and was undone"
+    changes = (f"{text_label(text)}: {increase_text(text.change, text.low, text.high)}" for text in record.texts)
+    return f"{record.name} changed by, {objective_label(record.objective).title}: {'; '.join(changes)}"
+
+
+def recovery_sentences(recovery: RecoveryRecord) -> tuple[str, ...]:
+    """Return what the training after the repair did, what it was trained on, and what was done to fit it in."""
+    parts = ", ".join(f"{about} ({tokens:,} tokens)" for about, tokens in recovery.data.items())
     return (
-        f"healing: {counted(heal.steps, 'training step')} changed the objective on the selection windows from "
-        f"{number(heal.before, 4)} to {number(heal.after, 4)}; the result "
-        f"was {'kept' if heal.kept else 'discarded'}"
+        f"recovery: {recovery.tokens:,} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "
+        f"objective on the selection windows from {number(recovery.before, 4)} to {number(recovery.after, 4)} "
+        f"(standard error of the difference {number(recovery.error, 2)}); it was "
+        f"{'kept' if recovery.kept else 'undone'}",
+        f"recovery, trained on: {parts}",
+        *(f"recovery: {what}" for what in recovery.how),
     )
 
 

@@ -5,7 +5,6 @@ get their special tokens afterwards. If the BOS token is added, the last token o
 Windows are then compared without their last token, so that they are different in both cases.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -19,7 +18,7 @@ from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.checkpoints.windows import TokenizedText, body_length, surround, tokenize_text
+from depthgauge.checkpoints.windows import TokenizedText, body_length, drop_repeated, surround, tokenize_text
 from depthgauge.errors import InputError
 
 PARTS = ("fit", "select", "certify")
@@ -160,7 +159,7 @@ class CutTexts(ArrayRecord):
     - `request`: what was asked
     - `window`: n, tokens per window, special tokens included
     - `sources`: the windows of each text
-    - `built_in`: all windows of the built-in text, which is evaluated beside the texts
+    - `built_in`: windows of the built-in text, which is evaluated beside the texts: of its second half for a decoder
     - `measured`: windows on which the BOS token is decided and the tokenizer is checked; none is in the certify part
     - `seen`: the contents of the windows of `sources`
     """
@@ -210,11 +209,11 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
     ids = default.pieces[0]
     if not measured:
-        kept = len(ids) // _MEASURED_SHARE
-        size = min(length, kept // MEASURED_WINDOWS)
+        size = min(length, len(ids) // _MEASURED_SHARE // MEASURED_WINDOWS)
         measured = tuple(ids[: MEASURED_WINDOWS * size].view(MEASURED_WINDOWS, size))
-        ids = ids[kept:] if request.spare else ids
     bodies = ids[: len(ids) // length * length].view(-1, length)
+    if request.decoder:  # what is measured above, or continued in a recovery, is not evaluated
+        bodies = bodies[-(-len(bodies) // 2) :]
     built_in = CutSource("built-in", default.source, default.digest, (bodies[:0], bodies[:0], bodies))
     return CutTexts(request, length + request.around, sources, built_in, measured, seen)
 
@@ -258,20 +257,6 @@ def distinct_windows(
         for bodies, count in zip(fresh, needed, strict=True)
     ]
     return list(zip(found, chosen, strict=True))
-
-
-def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:
-    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`.
-
-    The content of a window are its first `compared` tokens.
-    """
-    kept = []
-    for index, row in enumerate(windows[:, :compared].contiguous().numpy()):
-        content = hashlib.sha256(row.tobytes()).digest()
-        if content not in seen:
-            seen.add(content)
-            kept.append(index)
-    return windows[kept]
 
 
 def _read(

@@ -36,6 +36,7 @@ from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import BOTH
+from depthgauge.results.recover_options import AUTO, OFF
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
@@ -190,7 +191,11 @@ def _require_streamed(settings: ShrinkOptions) -> None:
     for is_given, reason in (
         (not settings.text, "does not sample text from the model; give --text"),
         (settings.sampled, "does not sample text from the model; leave --sampled out"),
-        (settings.heal, "does not train weights, which would have to be in memory; leave --heal out"),
+        (
+            settings.recover not in (None, OFF, AUTO),
+            "does not train weights, which would have to be in memory; leave --recover out, and run `depthgauge "
+            "recover` on the result where it fits",
+        ),
     ):
         if is_given:
             raise InputError(f"a model whose weights are streamed {reason}, or use a machine with more memory")

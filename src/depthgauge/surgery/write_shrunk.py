@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import contiguous, counted, number, ranges
+from depthgauge._format import contiguous, number, ranges
 from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
@@ -96,7 +96,7 @@ def write_shrunk(
         if journal is not None:
             journal.claim(out, text)
         documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, source))}
-        unchanged = not record.repaired and not (record.heal is not None and record.heal.kept)
+        unchanged = not record.repaired and not (record.recovery is not None and record.recovery.kept)
         # mergekit reads directories, and leaves lists with one entry per layer as they are.
         if (
             unchanged
@@ -183,8 +183,9 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
         )
     else:
         yield "The remaining weights are unchanged."
-    if record.heal is not None and record.heal.kept:
-        yield f"The model was then trained for {counted(record.heal.steps, 'step')} to imitate the source model."
+    if record.recovery is not None and record.recovery.kept:
+        tokens = record.recovery.tokens
+        yield f"The model was then trained on {tokens:,} tokens to predict what the source model predicts."
     if name.endswith(".gguf"):
         yield "The source is a quantized GGUF file; its weights were dequantized."
     yield f"It has {record.parameters.after or 0:,} parameters instead of {record.parameters.before or 0:,}."
@@ -209,7 +210,7 @@ def _measured(record: ShrinkRecord) -> Iterator[str]:
 def _tasks(record: EvaluateRecord) -> Iterator[str]:
     yield "| task | items | source model, % | this model, % | difference, points, with its 95 % interval | p |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, 1), strict=True):
+    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, -1), strict=True):
         cells = [name, number(items), percent_text(before.accuracy), percent_text(after.accuracy)]
         yield f"| {' | '.join([*cells, difference_text(after), number(after.p, 2)])} |"
     yield from ("", *(f"- {sentence}" for sentence in (*task_guarantees(record), *record.notes)))
