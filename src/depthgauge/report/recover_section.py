@@ -15,10 +15,10 @@ from depthgauge.results.shrink_verdicts import (
 )
 
 _LINES = (
-    ("selection windows", "select", MEASURED), ("a text kept apart", "apart", "@blue"),
-    ("divergence from the source, training", "train", "@faint"),
+    ("selection windows", "select", MEASURED, "y"), ("a text kept apart", "apart", "@blue", "y"),
+    ("divergence from the source, training", "train", "@faint", "y2"),
 )  # fmt: skip
-"""Name, field and colour of each line of the curve."""
+"""Name, field, colour and axis of each line of the curve."""
 
 
 def recover_page(record: RecoverRecord) -> Page:
@@ -49,11 +49,11 @@ def recovery_part(recovery: RecoveryRecord | None, objective: str) -> PagePart |
     if recovery is None or not recovery.curve:
         return None
     traces: list[Figure] = []
-    for name, field, color in _LINES:
+    for name, field, color, axis in _LINES:
         known = [(point.tokens, getattr(point, field)) for point in recovery.curve if getattr(point, field) is not None]
         traces.append(
             {
-                "type": "scatter", "mode": "lines+markers", "name": name, "showlegend": True,
+                "type": "scatter", "mode": "lines+markers", "name": name, "showlegend": True, "yaxis": axis,
                 "x": [tokens for tokens, _ in known], "y": [value for _, value in known],
                 "line": {"color": color, "width": 2}, "marker": {"color": color, "size": 6},
                 **hovering([f"{name}<br>{tokens:,} tokens<br><b>{number(value, 4)}</b>" for tokens, value in known]),
@@ -69,8 +69,9 @@ def recovery_part(recovery: RecoveryRecord | None, objective: str) -> PagePart |
         ("tokens", "training divergence", "selection windows", "a text kept apart"),
         tuple((point.tokens, point.train, point.select, point.apart) for point in recovery.curve),
     )
-    axis = {"title": "training tokens", "rangemode": "tozero", "showgrid": False}
-    chart = single(alt, 380, figure(*traces, x=axis, y={"title": title}, right=12, top=76))
+    right = {"title": "divergence, nats per token", "overlaying": "y", "side": "right", "showgrid": False}
+    x = {"title": "training tokens", "rangemode": "tozero", "showgrid": False}
+    chart = single(alt, 380, figure(*traces, x=x, y={"title": title}, right=60, top=76, yaxis2=right))
     return PagePart("recovery", "How the training went", caption, chart, table)
 
 
