@@ -130,7 +130,7 @@ def type_commands(folder: Path, document: str) -> int:
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    environment["PIP_NO_COMPILE"] = "1"  # saves time: what is imported is compiled then
+    environment |= {"PIP_NO_COMPILE": "0", "PYTHONDONTWRITEBYTECODE": ""}  # what is imported is compiled then, once
     script = cluster(free_port()) + program(commands(document))
     return subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=False).returncode
 
