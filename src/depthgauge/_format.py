@@ -60,10 +60,10 @@ def printable(text: str) -> str:
 def duration(seconds: float) -> str:
     """Return a rounded duration.
 
-    >>> duration(0.4), duration(80), duration(400), duration(7000)
-    ('1 second', '80 seconds', '7 minutes', '2 hours')
+    >>> duration(0.4), duration(80), duration(400), duration(7000), duration(3e11)
+    ('1 second', '80 seconds', '7 minutes', '2 hours', '9513 years')
     """
-    for size, name in ((3600.0, "hour"), (60.0, "minute")):
+    for size, name in ((31536000.0, "year"), (86400.0, "day"), (3600.0, "hour"), (60.0, "minute")):
         if seconds >= 1.5 * size:
             return counted(round(seconds / size), name)
     return counted(max(1, round(seconds)), "second")

@@ -353,8 +353,6 @@ def test_unusable_text_is_refused(llama: Path, tmp_path: Path) -> None:
         windows_of(llama, path)
     with pytest.raises(InputError, match="window must be at most 64 for this model, got 65"):
         windows_of(llama, path, window=65)
-    with pytest.raises(InputError, match="tokens must be a whole number of at least 2, got 1"):
-        windows_of(llama, path, tokens=1)
 
 
 def test_large_texts_are_read_in_pieces(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

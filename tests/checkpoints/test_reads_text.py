@@ -130,7 +130,7 @@ def test_a_plan_can_be_followed_with_another_tokenizer(shared: Path) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_directories_without_a_tokenizer_are_refused(shared: Path, tmp_path: Path, verb: str) -> None:
-    with pytest.raises(CheckpointError, match=r"contains no tokenizer, expected one of tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"is none: it has none of tokenizer\.json"):
         called(verb, shared, tokenizer=tmp_path)
     for other in (tmp_path / "missing", shared / "corpus.txt"):
         with pytest.raises(CheckpointError, match="--tokenizer must be a directory with the files of a tokenizer"):

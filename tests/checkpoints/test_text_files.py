@@ -102,9 +102,7 @@ def test_large_json_is_refused_by_its_beginning(write: Any, monkeypatch: pytest.
     with pytest.raises(InputError, match=r"is not plain text but JSON.*write one JSON object per line"):
         find_text(path)
     path = write("u", lines(*[{"text": "a" * 50}] * 2000))
-    with pytest.raises(
-        InputError, match=f"name the field with the text, --text {path}:FIELD, if the file has one JSON"
-    ):
+    with pytest.raises(InputError, match=f"name the field with the text, {path}:FIELD, if the file has one JSON"):
         find_text(path)
 
 

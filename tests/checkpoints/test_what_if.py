@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from edited_outputs import edited_outputs
-from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
+from tiny_models import DECODERS, ENCODERS, MODELS, cross_entropy, tiny_model, tokens
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.block_runner import BlockRunner
@@ -19,7 +19,7 @@ from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import window_losses
-from depthgauge.checkpoints.what_if import Edit, cross_entropy, edited_states, layers_of
+from depthgauge.checkpoints.what_if import Edit, edited_states, layers_of
 from depthgauge.checkpoints.what_if import passes as kind_passes
 from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import chosen_kinds
@@ -191,7 +191,8 @@ def test_the_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
         out = model(input_ids=ids[:, :60], labels=ids[:, :60])
     for entries in (1, 300, 10**6):
         monkeypatch.setattr("depthgauge.checkpoints.model_output._ENTRIES", {"cpu": entries})
-        assert cross_entropy(out.logits, ids[:, :60]) == pytest.approx(float(out.loss), rel=1e-5)
+        found = window_losses("loss", out.logits, ids[:, :60], out.logits)
+        assert float(found) == pytest.approx(float(out.loss), rel=1e-5)
 
 
 def test_objectives() -> None:

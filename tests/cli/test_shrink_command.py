@@ -88,7 +88,7 @@ def command(
     """The command with the real workflow."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    for name in ("corpus.txt", "b.txt"):
+    for name in ("corpus.txt", "b.txt", "old.html"):
         (tmp_path / name).write_text("text")
 
     def typed(*arguments: str) -> Outcome:
@@ -297,12 +297,6 @@ def test_names_cannot_change_the_terminal(run: Run, workflow: Workflow) -> None:
     ("arguments", "words"),
     [
         (
-            "m --out s",
-            "--max-bytes, --max-increase and --from-plan, got none",
-        ),
-        ("m --out s --remove 7 --max-increase 0.1", "got --remove and --max-increase"),
-        ("m --out s --remove 7 --from-plan p.json", "got --remove and --from-plan"),
-        (
             "m --remove 7",
             "--out is missing; give the directory or the .gguf file to create, or --plan-only to search only",
         ),
@@ -328,13 +322,15 @@ def test_bad_requests_end_with_one_sentence(run: Run, workflow: Workflow, argume
         ("m --from-plan b.txt --out s", "b.txt is not a result document: it is not JSON"),
         ("m --from-plan none.json --out s", "cannot read none.json: No such file"),
         ("m --remove 7 --out s --report s/page.html", "--report s/page.html is inside --out"),
-        ("m --remove 7 --out s --report corpus.txt", "corpus.txt exists; use --overwrite"),
-        ("m --remove 7 --out s --report corpus.txt --resume", "corpus.txt exists; use --overwrite"),
+        ("m --remove 7 --out s --report corpus.txt --overwrite", "corpus.txt is not the name of one"),
+        ("m --remove 7 --out s --report page", "give a name that ends with .html"),
+        ("m --remove 7 --out s --report old.html", "old.html exists; use --overwrite"),
+        ("m --remove 7 --out s --report old.html --resume", "old.html exists; use --overwrite"),
         (
-            "m --remove 7 --text corpus.txt --out s --report corpus.txt --overwrite",
-            "--report and --text corpus.txt are the same file",
+            "m --remove 7 --text old.html --out s --report old.html --overwrite",
+            "--report and --text old.html are the same file",
         ),
-        ("b.txt --remove 7 --out s --report b.txt --overwrite", "--report and MODEL are the same file"),
+        ("old.html --remove 7 --out s --report old.html --overwrite", "--report and MODEL are the same file"),
         ("m --remove 7 --plan-only corpus.txt", "corpus.txt exists; use --overwrite"),
         ("m --remove 7 --plan-only corpus.txt --resume", "corpus.txt exists; use --overwrite"),
         ("m --remove 7 --plan-only no/plan.json", "there is no directory no"),
@@ -359,6 +355,9 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
     ("arguments", "words"),
     [
         ("--max-increase 0.1 --plan-only p.json", "use --remove"),
+        ("--out s", "--max-bytes, --max-increase, or --from-plan, got none"),
+        ("--out s --remove 7 --max-increase 0.1", "got --remove and --max-increase"),
+        ("--out s --remove 7 --from-plan plan.json", "--remove cannot be combined with --from-plan"),
         ("--from-plan plan.json --seed 3 --out s", "--seed cannot be combined with --from-plan"),
         ("--remove 7 --effort hihg --out s", "effort must be one of quick, default, high, got 'hihg'"),
         ("--remove 7 --recover 2M --no-repair --out s", "--recover trains the weights and --no-repair keeps them"),

@@ -251,7 +251,8 @@ def test_the_verdict_has_three_different_cases() -> None:
     assert verdicts["too few windows"] == (
         "23 of 30 layers are kept; measured only: the loss grows by 0.431 nats per token; on the selection windows "
         "0.43 below the best of 2 choices without repair; nothing is guaranteed, because 20 windows of corpus.txt, "
-        "more text.txt are too few for a share of 95 % with confidence 95 %; give more text"
+        "more text.txt are too few for a share of 95 % with confidence 95 %; --effort high has "
+        "more, and a lower --confidence needs fewer"
     )
     assert verdicts["not certified"].endswith("nothing is guaranteed, because no bound was computed")
     assert verdicts["limit not reached"] == (
@@ -318,9 +319,7 @@ def test_too_few_windows_for_any_size_is_said() -> None:
     document = limit_not_reached()
     for size in document["guarantee"]["tested"]:
         size["bound"] = None
-    assert shrink_verdict(check_shrink(document)).endswith(
-        "; there are too few windows for any bound, so give more text"
-    )
+    assert shrink_verdict(check_shrink(document)).endswith("; there are too few windows for any bound")
 
 
 def test_several_texts_of_the_user_are_measured_together() -> None:

@@ -212,3 +212,8 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None
 def tokens(count: int = 11, batch: int = 2, seed: int = 0) -> torch.Tensor:
     """Draw token ids that are not special tokens."""
     return torch.randint(3, 40, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """Return the mean over tokens of −log p(next token), in nats, of one window."""
+    return float(torch.nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:]))

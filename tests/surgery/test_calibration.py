@@ -15,7 +15,7 @@ from depthgauge.checkpoints import text_files as reading
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import find_text
+from depthgauge.checkpoints.text_files import find_text, find_texts
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.surgery import calibration as parts
@@ -173,8 +173,6 @@ def test_without_text_everything_is_sampled(decoder: Checkpoint, tokenizer: Any)
     expected = [known[15 * i : 15 * i + 15] for i in range(middle, middle + parts.BUILT_IN_WINDOWS)]
     assert sorted(read[:, 1:].tolist()) == sorted(expected)
     assert len(of(made, "certify", "text")) == 0
-    with pytest.raises(InputError, match="sampled is 0 and there is no text; give a text with --text"):
-        prepare(decoder, tokenizer, [], sampled=0.0)
 
 
 def test_encoders_use_text_alone(encoder: Checkpoint, tokenizer: Any, write: Any) -> None:
@@ -250,7 +248,7 @@ def test_equal_files_share_no_window(decoder: Checkpoint, tokenizer: Any, write:
     longer = write("c", text + " " + text_of(15 * 14, seed=1))
     assert_disjoint(prepare(decoder, tokenizer, [first, longer], sampled=0.0))
     with pytest.raises(InputError, match="a is given twice; give every file once"):
-        prepare(decoder, tokenizer, [first, first.parent / ".." / first.parent.name / "a"])
+        find_texts([first, first.parent / ".." / first.parent.name / "a"])
 
 
 def test_the_built_in_text_given_as_text_is_not_certified_twice(decoder: Checkpoint, write: Any) -> None:
@@ -258,7 +256,8 @@ def test_the_built_in_text_given_as_text_is_not_certified_twice(decoder: Checkpo
     path = write("t", built_in())
     made = prepare(decoder, Letters(), [path], message=said.append)
     assert [source.kind for source in made.record.sources] == ["text", "sampled"]
-    assert said == ["the built-in text is left out: it has no window of 16 tokens beyond the other texts"]
+    assert said == ["the built-in text is left out: it has no window of 16 tokens beyond the others"]
+    assert made.notes == tuple(said)
 
 
 def test_a_model_that_repeats_itself(decoder: Checkpoint, tokenizer: Any) -> None:
@@ -272,9 +271,12 @@ def test_a_model_that_repeats_itself(decoder: Checkpoint, tokenizer: Any) -> Non
 
 @pytest.mark.parametrize("words", [0, 100, 299])
 def test_short_texts_are_refused_with_the_window_that_works(
-    decoder: Checkpoint, tokenizer: Any, write: Any, words: int
+    decoder: Checkpoint, tokenizer: Any, write: Any, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write("t", text_of(words))
+    with pytest.raises(InputError, match=r"use a longer text$"):  # a window of 15 tokens is no advice
+        prepare(decoder, tokenizer, [path])
+    monkeypatch.setattr("depthgauge.checkpoints.windows.SHORT_WINDOW", 8)
     with pytest.raises(InputError) as caught:
         prepare(decoder, tokenizer, [path])
     said = str(caught.value)
@@ -283,18 +285,21 @@ def test_short_texts_are_refused_with_the_window_that_works(
     if words < 20 * 8:
         assert said.endswith("use a longer text")
         return
-    assert said.endswith(f"use a longer text or --window {words // 20 + 1}")
+    assert said.endswith(f"use a longer text, or --window {words // 20 + 1}")
     works = prepare(decoder, tokenizer, [path], window=words // 20 + 1)
     assert works.record.sources[0].certify == 12
-    with pytest.raises(InputError, match="use a longer text or"):
+    with pytest.raises(InputError, match="use a longer text, or"):
         prepare(decoder, tokenizer, [path], window=words // 20 + 2)
 
 
-def test_the_recommended_window_works_for_all_texts(decoder: Checkpoint, tokenizer: Any, write: Any) -> None:
+def test_the_recommended_window_works_for_all_texts(
+    decoder: Checkpoint, tokenizer: Any, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthgauge.checkpoints.windows.SHORT_WINDOW", 8)
     repeated = " ".join([text_of(100)] * 3)  # windows of 10 and of 20 tokens repeat, most others do not
     texts = [write("a", text_of(2000)), write("b", text_of(130, seed=1)), write("c", repeated)]
     sizes = CalibrationSizes(18, 9, 9)
-    with pytest.raises(InputError, match="use a longer text or --window") as caught:
+    with pytest.raises(InputError, match="use a longer text, or --window") as caught:
         prepare(decoder, tokenizer, texts, sizes=sizes, sampled=0.0, window=22)
     window = int(str(caught.value).rsplit(" ", 1)[1])
     assert window == 130 // 12 + 1 - 1  # 10 tokens and BOS would repeat in the third text
@@ -372,8 +377,8 @@ def test_texts_are_checked_without_the_model(tokenizer: Any, write: Any) -> None
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"sizes": CalibrationSizes(2, 6, 12)}, "fit must be at least 3, got 2; the fit part has a window of every"),
-        ({"sizes": CalibrationSizes(3, 3, 1)}, "certify must be at least 2, got 1"),
+        ({"sizes": CalibrationSizes(2, 6, 12)}, "2 texts, and this --effort has 2 windows to fit.*fewer texts"),
+        ({"sizes": CalibrationSizes(3, 3, 1)}, "2 texts, and this --effort has 1 windows to certify"),
         ({"window": 65}, "window must be at most 64 for this model, got 65"),
         ({"window": 2, "special": ((1,), (2,))}, "window must be at least 3 for this model, got 2"),
     ],

@@ -15,14 +15,13 @@ import pytest
 import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from safetensors.torch import load_file
-from tiny_models import DECODERS, MODELS, tokens
+from tiny_models import DECODERS, MODELS, cross_entropy, tokens
 from written_models import write_model
 
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.checkpoints.source import find, weight_bytes
-from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery import verify

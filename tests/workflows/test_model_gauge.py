@@ -10,7 +10,7 @@ import torch
 from edited_outputs import edited_outputs
 from real_models import package_file, smollm2
 from tiny_checkpoints import save_checkpoint, text_of
-from tiny_models import tiny_model
+from tiny_models import cross_entropy, tiny_model
 
 import depthgauge as dg
 from depthgauge._journal import journal_folder
@@ -19,7 +19,6 @@ from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS

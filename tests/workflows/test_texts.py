@@ -15,8 +15,8 @@ from tiny_shrinks import without_estimate
 import depthgauge as dg
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import MEASURED_WINDOWS
-from depthgauge.checkpoints.windows import Windows
+from depthgauge.checkpoints.start_token import MEASURED_TOKENS
+from depthgauge.checkpoints.windows import Windows, tokenize_text
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import make_shrink_options
@@ -90,22 +90,18 @@ def runs(windows: Any, length: int) -> set[tuple[int, ...]]:
 def test_the_bos_token_is_not_decided_on_certify_windows(
     text: Path, monkeypatch: pytest.MonkeyPatch, sampled: float | None, given_text: bool, better: bool
 ) -> None:
-    """No run of tokens that was measured occurs in a certify window, whichever way the decision goes."""
-    measured: list[Any] = []
-
-    def decide(start: Any, checkpoint: Any, bodies: Any) -> Any:
-        measured.extend(body.tolist() for body in bodies[:MEASURED_WINDOWS])
-        return start.decided(start.candidate, better, "measured")
-
-    monkeypatch.setattr(module, "measure_start", decide)
+    """No run of tokens that the decision is measured on occurs in a certify window, whichever way it goes."""
+    monkeypatch.setattr(module, "measure_start", lambda start, *_: start.decided(BOS, better, "measured"))
     chosen = {"text": text} if given_text else {}
     subject = opened(tiny_model("llama"), Letters(), window=32, sampled=sampled, **chosen)
     made = prepare_calibration(
         subject.checkpoint, subject.tokenizer, subject.read, subject.start, message=lambda sentence: None
     )
-    assert len(measured) == MEASURED_WINDOWS
-    assert all(len(body) > 24 for body in measured)
-    assert not runs(measured, 24) & runs(made.certify.inputs.tolist(), 24)
+    measured = tokenize_text(Letters(), None, wanted=1, length=32, seed=0).pieces[0].tolist()[:MEASURED_TOKENS]
+    read = [body.tolist() for body in subject.read.measured]
+    assert all(len(body) > 24 for body in read)
+    assert not runs([measured, *read], 24) & runs(made.certify.inputs.tolist(), 24)
+    assert "built-in" in [source.kind for source in made.record.sources]
     assert {tuple(window.shape) for window in made.certify.inputs} == {(32,)}
     assert bool((made.certify.inputs[:, 0] == BOS).all()) == better
     every = [tuple(row) for part in (made.fit, made.select, made.certify) for row in part.inputs.tolist()]
@@ -116,10 +112,10 @@ def test_windows_as_long_as_the_context_are_measured(gpt2: Path, text: Path) -> 
     """The BOS token does not fit in front of a full window, so the window is measured without its last token."""
     result = dg.gauge(gpt2, text=text, **(SMALL | {"window": 64, "tokens": 256, "force": True}))
     found = result.subjects[0].text
-    assert found.bos_reason.startswith("measured on 3 windows: loss ")
+    assert found.bos_reason.startswith("measured on 8 windows of the built-in text: loss ")
     assert (found.windows, found.window) == (4, 64)
     subject = opened(gpt2, text=text, window=64)
-    assert subject.start.reason.startswith("measured on 3 windows: loss ")
+    assert subject.start.reason.startswith("measured on 8 windows of the built-in text: loss ")
 
 
 def test_the_bos_token_replaces_the_last_token_of_a_window() -> None:

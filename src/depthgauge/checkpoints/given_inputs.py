@@ -12,7 +12,7 @@ from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT, read_kind, r
 from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_tokenizer
 from depthgauge.checkpoints.pair_files import LONGEST, read_labelled, read_pairs
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError, require_count
+from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import STACKS
 
 
@@ -45,7 +45,6 @@ def read_given(
     if isinstance(found, ImageFolder):
         return read_images(found, reader, config, **keywords)
     longest = LONGEST if options.window is None else options.window
-    require_count("window", longest, "the most tokens of a text, or of a source and of a target", least=2)
     keywords["longest"] = min(longest, context_length(config) or longest)
     if isinstance(found, AudioFolder):
         return read_audio(found, reader, config, **keywords)

@@ -102,7 +102,7 @@ def _load(name: str, cloze: ClozeText | None) -> list[Any]:
 def _checked(task: Any) -> Any:
     """Return a task, or raise if its items are not answered right or wrong by comparing likelihoods."""
     if task.OUTPUT_TYPE not in _TYPES or not set(METRICS) & set(task.aggregation()):
-        advice = "; use --perplexity for a text" if task.OUTPUT_TYPE == "loglikelihood_rolling" else ""
+        advice = "; evaluate --perplexity measures a text" if task.OUTPUT_TYPE == "loglikelihood_rolling" else ""
         raise TaskError(
             f"the task {task.task_name} is of the type {task.OUTPUT_TYPE} with the metrics "
             f"{', '.join(task.aggregation())}; expected multiple_choice or loglikelihood with one of "

@@ -41,6 +41,15 @@ class HubData:
         return f"{self.repo}@{self.revision}" + (f":{self.field}" if self.field else "")
 
 
+NO_GENERAL = "none"
+"""What is given for the general text in order to train on the user's texts alone."""
+
+
+def find_general(given: str | None) -> TextFile | HubData | None:
+    """Return what `--general` names; None for the teacher's own continuations, and for `NO_GENERAL`."""
+    return None if given is None or given == NO_GENERAL else find_data(given)
+
+
 def find_data(given: str) -> TextFile | HubData:
     """Return the text file or the data set on the hub that a name stands for; what exists here is a file.
 

@@ -13,7 +13,7 @@ from typing import Any
 from depthgauge.checkpoints.config_file import read_json
 from depthgauge.checkpoints.found_inputs import label_indices
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.source import Source, require_streamable
 from depthgauge.errors import InputError
 
 TEXT, IMAGES, AUDIO, PAIRS, LABELLED = "input_ids", "pixel_values", "input_features", "pairs", "labelled texts"
@@ -40,6 +40,8 @@ def check_reads(source: Source, options: Any, given: Any) -> None:
     `given` is what was found of it. What the files do not show, such as a class that is not in transformers, is checked
     when transformers is imported.
     """
+    if options.stream:
+        require_streamable(source, options)
     if source.gguf is not None:
         return
     raw, reads = read_json(source.folder / "config.json", source.target), read_kind(options)

@@ -19,7 +19,7 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
-from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
+from depthgauge.checkpoints.source import TOKENIZER_FILES, Source, gguf_sliding_blocks, require_streamable
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
 from depthgauge.checkpoints.unpack_gguf import unpack_gguf
@@ -36,9 +36,6 @@ MANY_LAYERS = 200
 """From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
 """Last names of buffers that old checkpoints store and that models compute."""
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -220,16 +217,18 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     return Checkpoint(name, model, config, objective, families, source, pooling=modes)
 
 
-def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
+def load_config(source: Source, placement: Placement, reads: str | None = TEXT) -> Any:
     """Load the configuration, without the weights; refuse models that read something else than `reads`.
 
-    `reads` is the main input that the model will be given, or `PAIRS`.
+    `reads` is the main input that the model will be given, or `PAIRS`; None leaves the check to the caller.
     """
+    placement.torch_device()  # raises now if this machine does not have it
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     loader, _ = loader_of(config)
     if not hasattr(loader, "main_input_name"):
         loader = transformers().MODEL_MAPPING.get(type(config), loader)
-    require_kind(loader, config, source.target, reads)
+    if reads is not None:
+        require_kind(loader, config, source.target, reads)
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -275,9 +274,9 @@ def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> A
             "tokenizer and give its directory"
         )
     library, folder = transformers(), source.tokenizer_folder
-    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
-            f"{folder} contains no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; download it with the "
+            f"{folder} contains no tokenizer, expected one of {', '.join(TOKENIZER_FILES[:3])}; download it with the "
             "model, or give its directory with --tokenizer"
         )
     found = source if folder is None else Source(folder)
@@ -303,7 +302,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     keywords = {"config": config} | ({"use_safetensors": not source.pickled} if source.gguf is None else {})
     folder: tempfile.TemporaryDirectory[str] | None = None
     if placement.stream:
-        _require_streamable(source, config, placement)
+        require_streamable(source, placement, config)
         places = stream_map(skeleton, layers, device, source.target)
         folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that are unpacked or converted
         keywords |= {"device_map": places, "offload_folder": folder.name}
@@ -336,18 +335,6 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     return replace(wrap(model, source.name, source, objective), stream=stream)
 
 
-def _require_streamable(source: Source, config: Any, placement: Placement) -> None:
-    """Raise unless the weights of a checkpoint can be left on the disk."""
-    for given, reason in (
-        (placement.device_map, "--device-map loads all weights; leave it out"),
-        (source.gguf is None and placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
-        (source.pickled, "its weights are pickled; save them as safetensors first"),
-        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
-    ):
-        if given:
-            raise CheckpointError(f"{source.target} cannot be streamed: {reason}")
-
-
 def fitted(source: Source, config: Any, placement: Placement, message: Callable[[str], None]) -> Placement:
     """Return the placement, with streamed weights if they would not fit otherwise, and say so.
 
@@ -368,7 +355,7 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
     except CheckpointError:
         streamed, device = replace(placement, stream=True), placement.torch_device()
         with suppress(CheckpointError):
-            _require_streamable(source, config, streamed)
+            require_streamable(source, streamed, config)
             if streamed_bytes(skeleton, layers) <= free_memory(device):
                 where = "" if source.gguf is None else f", after they are unpacked into {tempfile.gettempdir()}"
                 message(
@@ -425,9 +412,10 @@ def check_memory(source: Source, placement: Placement, described: int = 0) -> No
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     free = free_memory(device := placement.torch_device())
     if needed > free:
+        smaller = "--dtype bfloat16, " if needed > 2 * HEADROOM * parameters else ""
         raise CheckpointError(
             f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
-            f"are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
+            f"are free on {device}; use {smaller}--device-map auto or a larger machine"
         )
 
 

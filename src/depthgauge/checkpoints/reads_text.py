@@ -78,7 +78,7 @@ def started_windows(
     require_output(checkpoint, windows.ids)
     n = windows.ids.shape[1]
     bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
-    decided = measure_start(start, checkpoint, bodies)
+    decided = measure_start(start, checkpoint, tokenizer)
     require_readable(checkpoint, tokenizer, decided, bodies, force, message)
     if decided.before != start.before:
         windows = windows.with_first(decided.before[0], len(start.after))

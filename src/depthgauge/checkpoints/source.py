@@ -23,6 +23,10 @@ PICKLED = "pytorch_model*.bin"
 """The files in which older checkpoints keep their weights."""
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 """The file with all weights; `.index.json` after it names the file with the names of several."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files of which a directory with a tokenizer has one."""
 _PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.(?i:gguf))")
 
 
@@ -140,12 +144,29 @@ def find(
     )
 
 
+def require_streamable(source: Source, options: Any, config: Any = None) -> None:
+    """Raise unless the weights of a checkpoint can be left on the disk, as far as `options` and `config` tell."""
+    for given, reason in (
+        (
+            source.gguf is None and options.dtype not in (None, "auto"),
+            "its dtype is the stored one; leave --dtype out",
+        ),
+        (source.pickled, "its weights are pickled; save them as safetensors first"),
+        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
+    ):
+        if given:
+            raise CheckpointError(f"{source.target} cannot be streamed: {reason}")
+
+
 def require_tokenizer(tokenizer: str | None) -> Path | None:
     """Return the directory of another tokenizer, if one is given; raise if it is not a directory."""
     if tokenizer is None:
         return None
-    if not Path(tokenizer).is_dir():
-        raise CheckpointError(f"--tokenizer must be a directory with the files of a tokenizer, and {tokenizer} is none")
+    if not any((Path(tokenizer) / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"--tokenizer must be a directory with the files of a tokenizer, and {tokenizer} is none: it has none of "
+            f"{', '.join(TOKENIZER_FILES[:3])}"
+        )
     return Path(tokenizer)
 
 

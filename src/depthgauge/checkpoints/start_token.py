@@ -1,27 +1,32 @@
-"""Decide whether the windows of a text start with the model's BOS token (beginning of sequence).
+"""Decide whether windows of text, and the items of tasks, start with the model's BOS token (beginning of sequence).
 
 A model that was trained with a BOS token must be measured with it: without the token the loss is higher and the first
 token does not attract attention. Tokenizers do not always add it. In particular, transformers ignores the key
 `tokenizer.ggml.add_bos_token` of a GGUF file.
+
+`gauge`, `shrink` and `evaluate` take the same decision about a model, because it is measured on the built-in text.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted, number
+from depthgauge._format import number
+from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import Checkpoint, context_length
+from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.source import Source, gguf_metadata
-from depthgauge.checkpoints.what_if import cross_entropy
-from depthgauge.checkpoints.windows import special_tokens
+from depthgauge.checkpoints.window_batches import WindowBatches
+from depthgauge.checkpoints.windows import require_rows, special_tokens, surround, tokenize_text
 from depthgauge.errors import InputError
 
-MEASURED_WINDOWS = 3
-"""How many windows are measured with and without the BOS token."""
+MEASURED_WINDOWS, MEASURED_LENGTH = 8, 128
+"""How many windows of the built-in text are measured with and without the BOS token, and their tokens."""
+MEASURED_TOKENS = MEASURED_WINDOWS * MEASURED_LENGTH
+"""The tokens at the start of the built-in text that have decided about the BOS token."""
 
 
 @dataclass(frozen=True)
@@ -73,30 +78,36 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
 
 
 @torch.no_grad()
-def measure_start(
-    start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Tensor, " n"]], least: float = 0.0
-) -> Start:
-    """Measure the loss with and without the BOS token where that is undecided, and choose the smaller one.
+def measure_start(start: Start, checkpoint: Checkpoint, tokenizer: Any) -> Start:
+    """Measure the loss with and without the BOS token where that is undecided.
 
-    The token is added if it lowers the loss by more than `least`, in nats per token.
-    Both losses are means over the same predicted tokens: those after the first token of each body, which is a window
-    without special tokens. Bodies are shortened so that they fit the context with the token. Models without a loss are
-    left without the token.
+    The tokenizer does not add the token then. It is added if this lowers the loss by more than the standard error of
+    the difference, and if the losses differ in what is printed. Both are means over the same predicted tokens: those
+    after the first token of each window of the built-in text. Models without a loss are left without the token.
     """
     if start.candidate is None or checkpoint.objective != "loss":
         return replace(start, candidate=None)
-    longest = context_length(checkpoint.config)
-    room = None if longest is None else max(0, longest - 1 - len(start.before) - len(start.after))
-    bodies = [body[:room] for body in bodies[:MEASURED_WINDOWS] if len(body[:room]) > 1]
-    if not bodies:
-        return start.decided(start.candidate, False, "the windows are too short to measure which is better")
-    losses: dict[bool, list[float]] = {True: [], False: []}
-    for body in bodies:
-        for bos in losses:
-            prefix = [*([start.candidate] if bos else []), *start.before]
-            ids = torch.tensor([[*prefix, *body.tolist(), *start.after]])
-            logits = checkpoint.model(input_ids=ids.to(checkpoint.device)).logits
-            losses[bos].append(cross_entropy(logits[:, len(prefix) :], ids[:, len(prefix) :]))
-    added, bare = (sum(losses[bos]) / len(losses[bos]) for bos in (True, False))
-    reason = f"measured on {counted(len(bodies), 'window')}: loss {number(added)} with it and {number(bare)} without it"
-    return start.decided(start.candidate, added < bare - least, reason)
+    longest = (context_length(checkpoint.config) or math.inf) - 1 - len(start.before) - len(start.after)
+    length = int(min(MEASURED_LENGTH, longest))
+    text = tokenize_text(tokenizer, None, wanted=1, length=MEASURED_LENGTH, seed=0).pieces[0]
+    count = min(MEASURED_WINDOWS, len(text) // max(2, length))
+    if length < 2 or count < 2:
+        return start.decided(start.candidate, False, "windows are too short to measure which is better")
+    bodies = text[: count * length].view(count, length)
+    require_rows(checkpoint, [bodies, torch.tensor([start.candidate])])
+
+    def losses(*before: int) -> Tensor:
+        ids = surround(bodies, before, start.after)
+        batches = WindowBatches(batch_size(checkpoint.model, ids.shape[1], loss=True))
+        found = batches.map(lambda these: token_losses(model_output(checkpoint, ids[these]), ids[these]).cpu(), count)
+        return torch.cat(found)[:, len(before) :].double().mean(dim=1)
+
+    added, bare = losses(start.candidate, *start.before), losses(*start.before)
+    gains, means = bare - added, [f"{float(one.mean()):.4f}" for one in (added, bare)]
+    gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(count)
+    is_tie = abs(gain) <= error or means[0] == means[1]
+    reason = (
+        f"measured on {count} windows of the built-in text: loss {means[0]} with it and {means[1]} without it, a "
+        f"difference of {abs(gain):.4f} ± {number(error, 2)}{'; a tie, so as the tokenizer does' if is_tie else ''}"
+    )
+    return start.decided(start.candidate, gain > 0 and not is_tie, reason)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -94,6 +94,16 @@ def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFi
     except OSError as error:
         raise InputError(f"cannot read text {path}: {error.strerror or error}") from error
     return TextFile(path)
+
+
+def find_texts(texts: Sequence[str | Path], as_is: bool = False) -> tuple[TextFile, ...]:
+    """Return the texts that paths stand for; see `find_text`. Raise if two are the same."""
+    found = tuple(find_text(text, as_is) for text in texts)
+    places = [(text.path and text.path.resolve(), text.field) for text in found]
+    for text, place in zip(found, places, strict=True):
+        if places.count(place) > 1:
+            raise InputError(f"the text {text.name} is given twice; give every file once")
+    return found
 
 
 def split_field(text: str | Path) -> tuple[Path, str | None]:
@@ -221,11 +231,9 @@ def _refuse_markup(handle: BinaryIO, path: Path) -> None:
             rest = handle.read(WHOLE_BYTES)
             whole = (start + rest).decode("utf-8-sig", errors="replace") if len(rest) < WHOLE_BYTES else ""
             kind = "JSON" if _OBJECT.match(head) or _is_json(whole) else None
-            advice = (
-                "write one JSON object per line to a .jsonl file, and name the field with the text: --text FILE:FIELD"
-            )
+            advice = "write one JSON object per line to a file, and name the field with the text: FILE.jsonl:FIELD"
             if _is_json(head.split("\n", 1)[0]):
-                advice = f"name the field with the text, --text {path}:FIELD, if the file has one JSON object per line"
+                advice = f"name the field with the text, {path}:FIELD, if the file has one JSON object per line"
     if kind is not None:
         raise InputError(
             f"{path} is not plain text but {kind}, and its markup would be read as text; {advice}, or use --as-is to "
@@ -285,7 +293,7 @@ def document_of(record: dict[str, Any], field: str, where: str, render: Callable
         names = list(record)
         listed = ", ".join(map(repr, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "") or "none"
         raise InputError(
-            f"{where} has no field {field!r}; its fields are: {listed}; name the field with the text: --text FILE:FIELD"
+            f"{where} has no field {field!r}; its fields are: {listed}; name the field with the text: FILE:FIELD"
         )
     value = record[field]
     if isinstance(value, str):

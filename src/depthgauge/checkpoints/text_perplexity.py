@@ -26,8 +26,7 @@ from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.window_batches import WindowBatches
-from depthgauge.checkpoints.windows import Windows, body_length, require_rows, surround, tokenize_text
-from depthgauge.errors import InputError
+from depthgauge.checkpoints.windows import Windows, body_length, require_rows, surround, tokenize_text, too_short
 from depthgauge.progress import Step
 from depthgauge.results.evaluate_record import PerplexityRecord
 from depthgauge.results.record import finite
@@ -72,11 +71,9 @@ def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any
     found = tokenize_text(tokenizer, text, wanted=1, length=length, seed=0, whole=True)
     bodies = found.bodies(length)
     if not len(bodies):
-        raise InputError(
-            f"{found.source} has {counted(found.tokens, 'token')}, but one window needs {length}; use a longer text or "
-            "a smaller --window"
-        )
-    return Windows(surround(bodies, start.before, ()), found.source, found.digest)
+        raise too_short(found, length, n - length)
+    unread = found.tokens - bodies.numel()
+    return Windows(surround(bodies, start.before, ()), found.source, found.digest, unread)
 
 
 @torch.no_grad()

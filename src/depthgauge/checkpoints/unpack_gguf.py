@@ -34,9 +34,10 @@ def unpack_gguf(source: Source, skeleton: Any, folder: Path, dtype: torch.dtype)
     whole = source.reader
     needed = dtype.itemsize * sum(int(tensor.n_elements) for tensor in whole.tensors)
     if needed > (free := shutil.disk_usage(folder).free):
+        smaller = ", or use --dtype bfloat16" if dtype.itemsize > 2 else ""
         raise CheckpointError(
             f"{source.target} cannot be streamed: unpacked, it takes {size_text(needed)}, and {size_text(free)} are "
-            f"free in {folder.parent}; set TMPDIR to a directory on a larger disk, or use --dtype bfloat16"
+            f"free in {folder.parent}; set TMPDIR to a directory on a larger disk{smaller}"
         )
     # Parsing hundreds of thousands of tokens takes seconds, and the weights do not depend on them.
     fields = {key: field for key, field in whole.fields.items() if not key.startswith("tokenizer.")}

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates, Objective, states_in_memory
 from depthgauge.checkpoints.experts import ExpertWhatIfs
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.progress import Step, silent
 from depthgauge.results.labels import EXPERT
@@ -156,8 +155,3 @@ def _applied(
     sublayer = runner.blocks[edit.layer].get_submodule(getattr(runner.checkpoint.families[edit.layer], edit.kind))
     with runner.silenced(sublayer):
         return runner.through([edit.layer], states, inputs)
-
-
-def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:
-    """Return the mean over tokens of −log p(next token), in nats."""
-    return float(token_losses(logits, ids).double().mean())

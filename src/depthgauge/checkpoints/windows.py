@@ -15,7 +15,7 @@ from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
-from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import TextWindows
 
 WINDOW = 512
@@ -33,11 +33,13 @@ class Windows(ArrayRecord):
     - `ids`: token ids, special tokens included
     - `source`: name of the text: its path, `path:field`, or `the built-in text`
     - `digest`: SHA-256 of the bytes that were read
+    - `unread`: tokens of the text that are in no window because they do not fill one
     """
 
     ids: Int[Tensor, "windows n"]
     source: str
     digest: str
+    unread: int = 0
 
     def record(self, bos: bool | None, reason: str) -> TextWindows:
         """Return the record of the windows; `bos` and `reason` are the decision about the BOS token."""
@@ -133,8 +135,6 @@ def read_windows(
     model accepts, if that is known. The seed chooses windows if the text has more than needed. `special` are the token
     ids before and after every window, by default those that the tokenizer adds.
     """
-    require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
-    require_seed(seed)
     if window is None:
         window = usual_window(tokens, context)
     before, after = special_tokens(tokenizer) if special is None else special
@@ -143,13 +143,25 @@ def read_windows(
     found = tokenize_text(tokenizer, text, wanted=wanted, length=length, seed=seed)
     bodies = found.bodies(length)
     if not len(bodies):
-        raise InputError(
-            f"{found.source} has {counted(found.tokens, 'token')}, but one window needs {length}; use a longer text or "
-            "a smaller --window"
-        )
+        raise too_short(found, length, len(before) + len(after))
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
     chosen = bodies[order[:wanted].sort().values]
     return Windows(surround(chosen, before, after), found.source, found.digest)
+
+
+def too_short(found: TokenizedText, length: int, around: int) -> InputError:
+    """Return the error for a text without a window of `length` tokens, beside which it has `around` special ones."""
+    advice = longer_text(found, max(map(len, found.pieces)) + around)
+    return InputError(f"{found.source} has {counted(found.tokens, 'token')}, but one window needs {length}; {advice}")
+
+
+def longer_text(found: TokenizedText, window: int) -> str:
+    """Return what to do about a text that is too short, where windows of at most `window` tokens could be cut.
+
+    Windows shorter than `SHORT_WINDOW` have too little context to measure a model on.
+    """
+    needed = "give a text" if found.source == TextFile().name else "use a longer text"
+    return needed + (f", or --window {window}" if window >= SHORT_WINDOW else "")
 
 
 def usual_window(tokens: int, context: int | None) -> int:
@@ -170,7 +182,6 @@ def body_length(window: int, context: int | None, around: int) -> int:
         InputError: the window is longer than the context (512 if that is None), or holds special tokens only.
     """
     longest = context or 512
-    require_count("window", window, "the number of tokens in one window", least=2)
     if window > longest:
         raise InputError(
             f"window must be at most {longest} for this model, got {window}; it is the number of tokens in one window"
@@ -200,9 +211,7 @@ def drawn_windows(
     found = tokenize_text(tokenizer, text, wanted=windows, length=length, seed=seed)
     ids = found.pieces[0]
     if len(ids) < length:
-        raise InputError(
-            f"{found.source} has {counted(len(ids), 'token')}, but one window needs {length}; use a longer text"
-        )
+        raise too_short(found, length, len(before) + len(after))
     starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
     return surround(torch.stack([ids[start : start + length] for start in starts]), before, after)
 

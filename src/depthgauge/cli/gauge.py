@@ -93,7 +93,7 @@ def command(
         return
     fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite, "ranks": ranks}
     try:
-        with progress_bar("measuring") as progress:
+        with progress_bar("gauging") as progress:
             result = gauge(target, options, progress=progress, message=note, **fields)
     except OutputError as error:
         if error.result is not None:  # the work is done: show what could not be written

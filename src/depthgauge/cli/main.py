@@ -129,9 +129,8 @@ def main() -> None:
         if os.environ.get("DEPTHGAUGE_DEBUG"):
             raise
         if is_out_of_memory(error):
-            sentence = "start again with --stream, which keeps one block in memory at a time, or a smaller --window"
-            other = "if another program took the memory, the same command with --resume continues"
-            launch.fail(f"memory ran out: {sentence}; {other} ({one_line(error, 100)})")
+            sentence = "use fewer or shorter inputs; of a checkpoint, --stream keeps one block in memory at a time"
+            launch.fail(f"memory ran out: {sentence} ({one_line(error, 100)})")
             code = 2
         else:
             launch.fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)")

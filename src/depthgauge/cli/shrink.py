@@ -12,7 +12,7 @@ from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.cli.print_estimate import print_estimate
 from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, PLAN
-from depthgauge.results.shrink_options import HOW_MUCH, MODEL, SIZE, TEXT, WAYS, ShrinkOptions
+from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
 
@@ -149,14 +149,8 @@ def command(
 def check_request(options: ShrinkOptions, files: Mapping[str, Path | None], estimate: bool = False) -> None:
     """Raise if options, or the flags of `files`, are missing or contradict each other; an estimate needs no output."""
     out, plan_only = files["--out"], files["--plan-only"]
-    asked = {flag: getattr(options, name) for flag, name in zip(WAYS, HOW_MUCH, strict=True)}
-    asked["--from-plan"] = files["--from-plan"]
-    given = [flag for flag, value in asked.items() if value is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none of them"
-        raise InputError(f"give exactly one of {', '.join(WAYS)} and --from-plan, got {found}")
     if plan_only is not None:
-        if given == ["--from-plan"]:
+        if files["--from-plan"] is not None:
             raise InputError("--plan-only makes a plan and --from-plan uses one; leave one of them out")
         for flag in ("--out", "--report"):
             if files[flag] is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.hub_data import HubData, find_data, hub_documents
+from depthgauge.checkpoints.hub_data import HubData, find_general, hub_documents
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
@@ -33,8 +33,6 @@ from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.recovery.held_runs import HeldRuns
 
-NO_GENERAL = "none"
-"""What is given for the general text in order to train on the user's texts alone."""
 PREFIX_SHARE, LEAST_PREFIX = 8, 8
 """A prefix is one part of this many of a window, and at least this many tokens."""
 SAMPLING_SHARE = 5
@@ -118,8 +116,7 @@ def training_data(
     found = {text.name: cut.text(text, wanted) for text in texts}
     own, count = torch.cat([cut.empty, *found.values()]), wanted // 2 if texts else wanted
     name, other = str(general), cut.empty
-    if general is not None and general != NO_GENERAL:
-        data = find_data(general)
+    if (data := find_general(general)) is not None:
         name = data.name
         other = cut.hub(data, count, progress) if isinstance(data, HubData) else cut.text(data, count)
         if not len(other):

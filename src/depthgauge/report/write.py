@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import write_text
+from depthgauge._io import is_special, write_text
 from depthgauge.errors import InputError, missing_extra, require_path, require_type
 from depthgauge.report.page import Shown, render, render_page
 from depthgauge.report.shrink_section import shrink_page
@@ -75,6 +75,13 @@ def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverReco
     if family == EVALUATE_SCHEMA.rpartition("/")[0]:
         return check_evaluate(document, name)
     return check_result(document, name)
+
+
+def check_page(path: str | Path) -> None:
+    """Raise unless a page can be made and `path` is the name of one; a browser shows other files as text."""
+    plotly_code()
+    if Path(path).suffix.lower() not in (".html", ".htm") and not is_special(path):
+        raise InputError(f"--report writes a page, and {path} is not the name of one; give a name that ends with .html")
 
 
 def plotly_code() -> str:

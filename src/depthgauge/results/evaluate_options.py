@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge.errors import InputError, require_count
-from depthgauge.results.gauge_options import check_choices
+from depthgauge.results.gauge_options import check_common
 from depthgauge.results.record import Record, combine_options
 
 TASKS, MODEL = "tasks", "model"
@@ -75,18 +75,20 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
             return () if self.perplexity else (CLOZE,)
         return split_tasks(self.tasks)
 
-    def check(self) -> None:
-        """Raise for options that contradict each other or are out of range."""
-        check_choices(self)
+    def check(self, models: int) -> None:
+        """Raise for options that are out of range, contradict each other, or have no effect on so many models."""
+        check_common(self)
         require_count("limit", self.limit, "the number of items of each task; 0 means all", least=0)
         names = self.task_names
-        if self.text is not None and CLOZE not in names:
-            raise InputError(f"--text builds the items of {CLOZE}, which is not among --tasks; leave one of them out")
-        if self.window is not None and not self.perplexity:
-            raise InputError("--window applies to --perplexity, which is not given; leave it out")
-        if not 0.5 <= self.confidence <= 0.9999:
-            meaning = "it is the probability that the guarantee is true"
-            raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; {meaning}")
+        needed = {
+            "text": (CLOZE in names, f"{CLOZE} among --tasks"),
+            "window": (self.perplexity, "--perplexity"),
+            "limit": (names, "--tasks"),
+            "confidence": (names and models > 1, "--tasks and a second model"),
+        }
+        for name, (is_there, what) in needed.items():
+            if name in self.given() and not is_there:
+                raise InputError(f"--{name} has no effect without {what}; leave it out")
 
 
 def split_tasks(tasks: str) -> tuple[str, ...]:

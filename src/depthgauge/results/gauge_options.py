@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.errors import InputError, require_count, require_radius, require_seed, unknown_name
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, EXPERT, WHAT_IFS
 from depthgauge.results.record import Record, combine_options
 
@@ -41,6 +41,7 @@ PATHS = ("input", "text", "images", "labels", "pairs", "audio", "tokenizer")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
     "bos": ("auto", "yes", "no"),
+    "device_map": ("auto", "balanced", "balanced_low_0", "sequential"),
 }
 """The values of options of `gauge`, `shrink` and `evaluate` that have a few values only."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
@@ -119,16 +120,32 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         values = {name: getattr(self, name) for name in GaugeOptions.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
-    def refuse_other_kind(self, kind: str, target: str) -> None:
-        """Raise if an option is set that does not apply to this kind of target; `target` is its name in the error."""
+    def check(self, kind: str, target: str) -> None:
+        """Raise if an option is out of range, has no effect, or does not apply to `target`, which is of this kind."""
         other = {NETWORKS: "checkpoints (directories, .gguf files, hub names)", CHECKPOINTS: "network files"}[kind]
         noun = {NETWORKS: "a network", CHECKPOINTS: "a checkpoint"}[kind]
         for name in self.given():
             only = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
             if only not in (None, kind):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
+        require_count("samples", SAMPLES if self.samples is None else self.samples, "the number of inputs")
+        if self.tokens is not None:
+            meaning = "the number of tokens of an input of a network, or of text in total"
+            require_count("tokens", self.tokens, meaning, least=1 if kind == NETWORKS else 2)
+        require_seed(self.seed or 0)
+        if self.radius is not None:
+            require_radius(self.radius)
+        for name in NETWORK_DEFAULTS:
+            if self.input is not None and getattr(self, name) is not None:
+                raise InputError(f"--{name} describes random inputs and --input reads them from a file; leave one out")
         if kind == CHECKPOINTS:
             refuse_other_inputs(self.given())
+            check_common(self)
+            chosen_kinds(self.what_if or "default")
+            for name in self.given() if self.weights_only else ():
+                if name in (*ABOUT_TEXT, "seed", "what_if") and name != "weights_only":
+                    flag = f"--{name.replace('_', '-')}"
+                    raise InputError(f"{flag} applies to text, and --weights-only reads none; leave one of them out")
             if self.samples is not None and not any(getattr(self, name) is not None for name in ONE_BY_ONE):
                 raise InputError(
                     f"--samples applies to network files, --images, --labels, --pairs and --audio; {target} is "
@@ -173,11 +190,22 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     max_removed: int | None = None
 
 
-def check_choices(options: Any) -> None:
-    """Raise if an option of `gauge`, `shrink` or `evaluate` has a value that is not in `CHOICES`."""
+def check_common(options: Any) -> None:
+    """Raise if an option that `gauge`, `shrink` and `evaluate` share is out of range, or has no effect."""
     for name, known in CHOICES.items():
         if (value := getattr(options, name)) is not None and value not in known:
             raise unknown_name(name, value, known)
+    if options.window is not None:
+        require_count("window", options.window, "the number of tokens in one window", least=2)
+    if options.as_is and not options.text and not getattr(options, "perplexity", ()):
+        raise InputError("--as-is says how to read a file of text, and none is given; leave it out")
+    if not 0.5 <= getattr(options, "confidence", 0.95) <= 0.9999:
+        meaning = "it is the probability that the guarantee is true"
+        raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {options.confidence!r}; {meaning}")
+    device_map, stream = (getattr(options, name, None) for name in ("device_map", "stream"))
+    for name, is_given in (("device", options.device), ("stream", stream)):
+        if is_given and device_map is not None:
+            raise InputError(f"--device-map loads and places all weights, so --{name} has no effect; leave one out")
 
 
 def chosen_kinds(asked: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge.errors import InputError, require_seed
-from depthgauge.results.gauge_options import check_choices
+from depthgauge.results.gauge_options import check_common
 from depthgauge.results.record import Record, combine_options
 
 TRAINING, MODEL = "training", "model"
@@ -115,7 +115,7 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
         if self.minutes is not None and not 0 < self.minutes < 1e6:
             raise InputError(f"minutes must be a positive number, got {self.minutes!r}; it is how long to train")
         _ = self.amount
-        check_choices(self)
+        check_common(self)
         require_seed(self.seed)
 
 

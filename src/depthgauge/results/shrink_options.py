@@ -11,9 +11,9 @@ from msgspec import Meta
 
 from depthgauge._format import counted
 from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
-from depthgauge.results.gauge_options import BOTH, STACKS, check_choices, refuse_other_inputs
+from depthgauge.results.gauge_options import BOTH, ONE_BY_ONE, STACKS, check_common, refuse_other_inputs
 from depthgauge.results.record import Record, combine_options
-from depthgauge.results.recover_options import amount_of
+from depthgauge.results.recover_options import AUTO, OFF, amount_of
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
@@ -29,6 +29,8 @@ HEAL_IS_GONE = "--heal is gone: give --recover 2M, a number of tokens, or --reco
 HOW_MUCH = ("remove", "remove_layers", "sizes", "max_bytes", "max_increase")
 """Options of which exactly one says how much to remove."""
 WAYS = tuple(f"--{name.replace('_', '-')}" for name in HOW_MUCH)
+UNKNOWN = 10**9
+"""The number of layers before the configuration of a model is read; no number of blocks in an option is larger."""
 
 
 _ANY, _SIZE, _TEXT, _MODEL = (Meta(extra={"only": panel}) for panel in (None, SIZE, TEXT, MODEL))
@@ -128,20 +130,17 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
         refuse_other_inputs(self.given(), (*STACKS, BOTH))
-        check_choices(self)
+        check_common(self)
         if self.effort not in EFFORTS:
             raise unknown_name("effort", self.effort, EFFORTS)
         given = [f"--{name.replace('_', '-')}" for name in HOW_MUCH if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise InputError(f"say how much to remove by exactly one of {', '.join(WAYS)}, got {found}")
+            raise InputError(f"say how much to remove by exactly one of {', '.join(WAYS)}, or --from-plan, got {found}")
         if self.max_increase is not None:
             require_positive("max-increase", self.max_increase, "the largest increase of the loss in nats per token")
         if self.keep is not None and self.remove_layers is not None:
             raise InputError("--remove-layers names the blocks to remove, so there is nothing for --keep; leave it out")
-        if not 0.5 <= self.confidence <= 0.9999:
-            meaning = "it is the probability that the guarantee is true"
-            raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; {meaning}")
         trains = self.recover is not None and amount_of(self.recover) is not None
         if trains and self.no_repair:
             raise InputError("--recover trains the weights and --no-repair keeps them; leave one of them out")
@@ -150,6 +149,40 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         if self.sampled is not None and not 0 <= self.sampled <= 1:
             raise InputError(f"sampled must be a share from 0 to 1, got {self.sampled!r}")
         require_seed(self.seed)
+        if self.sampled not in (None, 1) and not self.text:
+            words = "divides the windows between --text and the model"
+            raise InputError(f"--sampled {self.sampled:g} {words}; give a text, or leave --sampled out")
+        if self.stream:
+            self.check_streamed()
+        if self.max_bytes is not None:
+            self.byte_limit()
+        self.check_layers()
+
+    def check_streamed(self) -> None:
+        """Raise for what streamed weights are too slow for, or cannot do."""
+        other = "leave --stream out" if self.stream else "use a machine with more memory"
+        has_inputs = self.text or any(getattr(self, name) is not None for name in ONE_BY_ONE)
+        for is_given, reason in (
+            (not has_inputs, "does not sample text from the model; give --text"),
+            (self.sampled, "does not sample text from the model; leave --sampled out"),
+            (
+                self.recover not in (None, OFF, AUTO),
+                "does not train weights, which would have to be in memory; leave --recover out, and run `depthgauge "
+                "recover` on the result where it fits",
+            ),
+        ):
+            if is_given:
+                raise InputError(f"a model whose weights are streamed {reason}, or {other}")
+
+    def check_layers(self, layers: int = UNKNOWN, name: str = "the model") -> None:
+        """Raise if the options name blocks, or a number of blocks, that the model `name` cannot lose."""
+        self.layers_to_remove(layers, name)
+        left, most = layers - len(self.protected(layers, name)), 1
+        if self.remove is not None or self.sizes is not None:
+            most = self.count(layers, name) if self.sizes is None else self.counts(layers, name)[-1]
+        if most > left:
+            blocks = counted(most, "block")
+            raise InputError(f"{blocks} cannot be removed from {name}: --keep leaves {left} of {layers}")
 
     def check_model(self, decoder: bool, name: str) -> None:
         """Raise for options that do not apply to the model `name`; a decoder is a causal language model."""
@@ -160,11 +193,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             )
         if not decoder and self.evaluate is not None:
             raise InputError(f"--evaluate needs a causal language model, and {name} is none; leave it out")
-        if decoder and self.sampled is not None and self.sampled != 1 and not self.text:
-            raise InputError(
-                f"--sampled {self.sampled:g} needs --text: without text, all windows are sampled from the model; give "
-                "a text, or leave --sampled out"
-            )
+        if not decoder and self.sampled is not None:
+            raise InputError(f"--sampled needs a causal language model, and {name} is none; leave it out")
 
     def layers_to_remove(self, layers: int, name: str) -> tuple[int, ...] | None:
         """Return the blocks of `remove_layers` in the model `name` with this many layers; None if not given.
@@ -183,18 +213,18 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         """Return the blocks of `keep` in the model `name` with this many layers."""
         return () if self.keep is None else _layer_numbers("keep", self.keep, layers, name)
 
-    def counts(self, layers: int, name: str) -> tuple[int, ...]:
+    def counts(self, layers: int = UNKNOWN, name: str = "the model") -> tuple[int, ...]:
         """Return the numbers of blocks of `sizes`, in increasing order.
 
         >>> ShrinkOptions(sizes="4,2").counts(12, "model")
         (2, 4)
         """
         parts = (self.sizes or "").split(",")
-        if not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", part) for part in parts):
+        if not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,4}\s*", part) for part in parts):
             raise InputError(
                 f"sizes must be numbers of blocks with commas between them, such as 2,4,6, got {self.sizes!r}"
             )
-        return tuple(sorted({msgspec.structs.replace(self, remove=part.strip()).count(layers, name) for part in parts}))
+        return tuple(sorted({_below("sizes", int(part), layers, name) for part in parts}))
 
     def byte_limit(self) -> int:
         """Return the bytes of `max_bytes`: kB, MB and GB are powers of 1,000, and KiB, MiB and GiB of 1,024.
@@ -214,22 +244,25 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         >>> ShrinkOptions(remove="25%").count(30, "model"), ShrinkOptions(remove="10%").count(4, "model")
         (7, 1)
         """
-        remove = (self.remove or "").strip()
-        if layers == 1:
-            raise InputError(f"{name} has one block, and at least one must stay, so no block can be removed")
-        if re.fullmatch(r"\d+", remove):
-            count = int(remove)
-        elif match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", remove):
-            share = round(float(match[1]) * layers / 100, 6)  # 33.3333333333% of 12 blocks are 4
-            count = max(1, math.floor(share)) if float(match[1]) > 0 else 0
-        else:
-            raise InputError(f"remove must be a whole number or a percentage, such as 7 or 25%, got {self.remove!r}")
-        if not 1 <= count < layers:
-            raise InputError(
-                f"remove must be from 1 to {counted(layers - 1, 'block')}, got {self.remove}; {name} has {layers} "
-                "blocks and at least one must stay"
-            )
-        return count
+        found = re.fullmatch(r"\s*(?:0*([1-9]\d{0,8})|(\d{1,2}(?:\.\d+)?)\s*%)\s*", self.remove or "")
+        if found is None or (found[2] and not float(found[2])):
+            what = "a number of blocks from 1 on, or a share of them below 100%"
+            raise InputError(f"remove must be {what}, such as 7 or 25%, got {self.remove!r}")
+        # 33.3333333333% of 12 blocks are 4
+        count = int(found[1] or 0) or max(1, math.floor(round(float(found[2]) * layers / 100, 6)))
+        return _below("remove", count, layers, name)
+
+
+def _below(option: str, count: int, layers: int, name: str) -> int:
+    """Return a number of blocks to remove; raise unless the model `name` has more."""
+    if layers == 1:
+        raise InputError(f"{name} has one block, and at least one must stay, so no block can be removed")
+    if count >= layers:
+        raise InputError(
+            f"{option} must be from 1 to {counted(layers - 1, 'block')}, got {count}; {name} has {layers} blocks and "
+            "at least one must stay"
+        )
+    return count
 
 
 def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -> ShrinkOptions:
@@ -271,10 +304,8 @@ def _layer_numbers(option: str, text: str, layers: int, name: str) -> tuple[int,
             raise InputError(f"{option} must name blocks, such as 12-18 or 6,8-9, got {text!r}")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < layers:
-            raise InputError(
-                f"{option}: {part.strip()} is not a block or an increasing range of {name}, whose {layers} blocks are "
-                f"0 to {layers - 1}"
-            )
+            known = "" if layers == UNKNOWN else f" of {name}, whose {layers} blocks are 0 to {layers - 1}"
+            raise InputError(f"{option}: {part.strip()} is not a block or an increasing range{known}")
         found |= {*range(first, last + 1)}
     return tuple(sorted(found))
 

@@ -156,8 +156,13 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
         found.append(f"only {number(bound)} nats per token are guaranteed")
     if record.objective != "loss" or not found:
         return ()
-    advice = "remove fewer blocks" + ("" if record.recovery is not None else ", or train it with --recover 2M")
-    return (f"warning: this model is damaged: {', and '.join(found)}; {advice}",)
+    helps = [] if len(record.removed) < 2 else ["remove fewer blocks"]
+    if record.plan.settings.no_repair:
+        helps.append("leave --no-repair out")
+    elif record.recovery is None:
+        helps.append("train it with --recover 2M")
+    advice = f"; {', or '.join(helps)}" if helps else ""
+    return (f"warning: this model is damaged: {', and '.join(found)}{advice}",)
 
 
 def about_text(record: ShrinkRecord) -> str:
@@ -210,7 +215,7 @@ def why_not_guaranteed(record: ShrinkRecord) -> str:
     return (
         f"nothing is guaranteed, because {counted(quantile.windows, noun)} of "
         f"{about_text(record)} are too few for a share of {_share(quantile.share)} with confidence "
-        f"{_share(quantile.confidence)}; give more {'text' if noun == 'window' else f'{noun}s'}"
+        f"{_share(quantile.confidence)}; --effort high has more, and a lower --confidence needs fewer"
     )
 
 
@@ -227,7 +232,7 @@ def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
     )
     bounded = {size.bound: size for size in guarantee.tested if size.bound is not None}
     if not bounded:
-        return f"{asked}; there are too few windows for any bound, so give more text"
+        return f"{asked}; there are too few windows for any bound"
     closest = bounded[min(bounded)]
     return f"{asked}; closest was removing {counted(closest.removed, 'layer')}, with a bound of {number(closest.bound)}"
 

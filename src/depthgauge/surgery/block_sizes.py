@@ -1,15 +1,44 @@
-"""How many blocks must go until the weights of a model fit."""
+"""How many blocks a run of `shrink` removes, known before the weights are loaded."""
 
 from typing import Any
 
 import torch
 
 from depthgauge._format import size_text
-from depthgauge.checkpoints.block_lists import blocks_of
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.block_lists import blocks_of, with_stack
+from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, read_kind
+from depthgauge.checkpoints.load import Checkpoint, Placement, wrap
+from depthgauge.checkpoints.source import Source, weight_files
+from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
 from depthgauge.errors import InputError
+from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.gguf_layout import GgufLayout
+
+
+def describe_model(source: Source | None, config: Any, chosen: Any, objective: str, placement: Placement) -> Checkpoint:
+    """Return a model on the device `meta`, in the dtype that it would be loaded in."""
+    name = str(getattr(config, "name_or_path", "") or config.model_type) if source is None else source.target
+    dtype = placement.torch_dtype()
+    if not isinstance(dtype, torch.dtype):
+        has_files = source is not None and (source.gguf is not None or bool(weight_files(source)))
+        found = stored_dtype(config, source) if source is not None and has_files else getattr(config, "dtype", None)
+        dtype = found if isinstance(found, torch.dtype) else torch.float32
+    model = built_model(name, config, chosen, placement.trust_remote_code, dtype=dtype)
+    return wrap(model, name, source, objective)
+
+
+def check_model(
+    settings: ShrinkOptions, whole: Checkpoint, stored: torch.dtype | GgufLayout | None, plan: PlanRecord | None
+) -> None:
+    """Raise for options that do not fit a model, whose weights are not needed; a plan has blocks of it already."""
+    settings.check_model(whole.objective == "loss", whole.name)
+    if read_kind(settings) in (PAIRS, AUDIO):
+        whole = with_stack(whole, settings.stack or STACKS[0])
+    settings.check_layers(whole.layers, whole.name)
+    if settings.max_bytes is not None and plan is None:
+        requested_counts(settings, whole, stored)
 
 
 def requested_counts(
@@ -40,6 +69,9 @@ def blocks_over(
     else:
         total = size(checkpoint.model.parameters())
         blocks = sorted(size(block.parameters()) for block in blocks_of(checkpoint))
+    if total <= limit:
+        taken = f"{checkpoint.name} takes {size_text(total)}"
+        raise InputError(f"--max-bytes {size_text(limit)} removes nothing, because {taken}; give a smaller size")
     for count in range(1, checkpoint.layers):
         if total - sum(blocks[:count]) <= limit:
             return count

@@ -55,12 +55,13 @@ class CalibrationPart(ArrayRecord):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration(ArrayRecord):
-    """The windows of a shrink: their description, and the three parts; no window is in two of them."""
+    """The windows of a shrink: their description, three parts without overlap, and what differs from the request."""
 
     record: CalibrationRecord
     fit: CalibrationPart
     select: CalibrationPart
     certify: CalibrationPart
+    notes: tuple[str, ...] = ()
 
     @property
     def guaranteed_kind(self) -> str:
@@ -96,8 +97,9 @@ def prepare_calibration(
     if not request.decoder and request.sampled > 0:
         used = "the text alone is used" if request.texts else "the built-in text is used"
         message(f"{checkpoint.name} is not a causal language model, so it cannot be sampled: {used}")
+    notes: list[str] = []
     if texts.window < request.window:
-        message(
+        notes.append(
             f"the built-in text is too short for windows of {request.window} tokens, so they have {texts.window}; give "
             "a longer text with --text"
         )
@@ -110,7 +112,7 @@ def prepare_calibration(
         if len(bodies):
             sources.append(replace(texts.built_in, parts=(*empty, bodies)))
         else:
-            message(f"the built-in text is left out: it has no window of {texts.window} tokens beyond the other texts")
+            notes.append(f"the built-in text is left out: it has no window of {texts.window} tokens beyond the others")
     parts = []
     for index, name in enumerate(PARTS):
         ids = torch.cat([source.surrounded(index, texts.window, start) for source in sources])
@@ -132,7 +134,9 @@ def prepare_calibration(
         ),
         sha256=windows_digest(parts),
     )
-    return Calibration(record, *parts)
+    for note in notes:
+        message(note)
+    return Calibration(record, *parts, tuple(notes))
 
 
 def windows_digest(parts: Sequence[CalibrationPart]) -> str:

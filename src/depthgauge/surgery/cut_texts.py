@@ -1,8 +1,9 @@
 """Read the texts of a shrink and cut them into windows, before the special tokens are known.
 
-Whether windows start with the BOS token is measured on windows of the fit part. The windows are therefore cut first and
-get their special tokens afterwards. If the BOS token is added, the last token of every window makes room for it.
-Windows are then compared without their last token, so that they are different in both cases.
+Whether windows start with the BOS token is measured when the weights are loaded, on the start of the built-in text. The
+windows are therefore cut first and get their special tokens afterwards. If the BOS token is added, the last token of
+every window makes room for it. Windows are then compared without their last token, so that they are different in both
+cases.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,16 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
+from depthgauge.checkpoints.start_token import MEASURED_TOKENS, Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.checkpoints.windows import TokenizedText, body_length, drop_repeated, surround, tokenize_text
+from depthgauge.checkpoints.windows import (
+    TokenizedText,
+    body_length,
+    drop_repeated,
+    longer_text,
+    surround,
+    tokenize_text,
+)
 from depthgauge.errors import InputError
 
 PARTS = ("fit", "select", "certify")
@@ -30,8 +38,8 @@ LEAST_BODY = 8
 """The shortest window, without special tokens, that is recommended or used for a short text."""
 _REREADS = (1, 4, 16)
 """How much of a large text is read while its windows repeat, as multiples of what is needed."""
-_MEASURED_SHARE = 4
-"""One part of this many of the built-in text is measured where there is no other text."""
+_READ = 3
+"""Windows on which it is checked that the model can read the text."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class CalibrationRequest:
     - `decoder`: whether the model is a causal language model, which can be sampled
 
     Raises:
-        InputError: there are too few windows for all texts, or a text is given twice.
+        InputError: there are too few windows for all texts.
     """
 
     texts: tuple[TextFile, ...]
@@ -79,20 +87,12 @@ class CalibrationRequest:
     decoder: bool
 
     def __post_init__(self) -> None:
-        if self.decoder and not self.texts and self.sampled == 0:
-            raise InputError("sampled is 0 and there is no text; give a text with --text or leave --sampled out")
-        resolved = [None if text.path is None else (text.path.resolve(), text.field) for text in self.texts]
-        for text, identity in zip(self.texts, resolved, strict=True):
-            if resolved.count(identity) > 1:
-                raise InputError(f"the text {text.name} is given twice; give every file once")
         sampled = self.sampled if self.decoder else 0
         mixed = len(self.texts) * (sampled < 1) + (sampled > 0)
         for part, least in zip(PARTS, (mixed, mixed, len(self.texts)), strict=True):
             if getattr(self.sizes, part) < least:
-                raise InputError(
-                    f"{part} must be at least {least}, got {getattr(self.sizes, part)}; the {part} part has a window "
-                    "of every source"
-                )
+                found = f"{counted(len(self.texts), 'text')}, and this --effort has {getattr(self.sizes, part)} windows"
+                raise InputError(f"{found} to {part}, of which each needs one; give fewer texts, or a higher --effort")
 
     @property
     def around(self) -> int:
@@ -160,7 +160,7 @@ class CutTexts(ArrayRecord):
     - `window`: n, tokens per window, special tokens included
     - `sources`: the windows of each text
     - `built_in`: windows of the built-in text, which is evaluated beside the texts: of its second half for a decoder
-    - `measured`: windows on which the BOS token is decided and the tokenizer is checked; none is in the certify part
+    - `measured`: windows on which the tokenizer is checked; none is in the certify part
     - `seen`: the contents of the windows of `sources`
     """
 
@@ -204,15 +204,15 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
         for (text, bodies), one in zip(drawn, sizes, strict=True)
     )
     fits = [source.parts[0] for source in sources]
-    turns = (part[turn] for turn in range(MEASURED_WINDOWS) for part in fits if turn < len(part))
-    measured = tuple(islice(turns, MEASURED_WINDOWS))  # one of each text in turn
+    turns = (part[turn] for turn in range(_READ) for part in fits if turn < len(part))
+    measured = tuple(islice(turns, _READ))  # one of each text in turn
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
     ids = default.pieces[0]
     if not measured:
-        size = min(length, len(ids) // _MEASURED_SHARE // MEASURED_WINDOWS)
-        measured = tuple(ids[: MEASURED_WINDOWS * size].view(MEASURED_WINDOWS, size))
+        size = min(length, len(ids) // _READ, MEASURED_TOKENS // _READ)
+        measured = tuple(ids[: _READ * size].view(_READ, size))
     bodies = ids[: len(ids) // length * length].view(-1, length)
-    if request.decoder:  # what is measured above, or continued in a recovery, is not evaluated
+    if request.decoder:  # what decides about the BOS token, or is continued in a recovery, is not evaluated
         bodies = bodies[-(-len(bodies) // 2) :]
     built_in = CutSource("built-in", default.source, default.digest, (bodies[:0], bodies[:0], bodies))
     return CutTexts(request, length + request.around, sources, built_in, measured, seen)
@@ -297,7 +297,7 @@ def _too_short(
 ) -> InputError:
     tokens = counted(text.tokens, "token")
     read = f"{text.source} has {tokens}" if text.complete else f"{tokens} of {text.source}"
-    advice = "use a longer text" if longest is None else f"use a longer text or --window {longest + around}"
+    advice = longer_text(text, 0 if longest is None else longest + around)
     return InputError(
         f"{read}, enough for {counted(windows, 'window')} of {length + around} tokens that do not repeat; {needed} are "
         f"needed for the three parts (fit, select, certify), at least {needed * length} tokens; {advice}"

@@ -12,7 +12,7 @@ from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, TEXT, read_kind
+from depthgauge.checkpoints.input_kinds import TEXT, read_kind
 from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
@@ -32,13 +32,13 @@ from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_note
 from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
-from depthgauge.checkpoints.text_files import find_text
+from depthgauge.checkpoints.text_files import find_texts
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import BOTH
-from depthgauge.results.recover_options import AUTO, OFF
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.surgery.block_sizes import check_model, describe_model
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.gguf_layout import GgufLayout, match_weights, read_layout
@@ -116,21 +116,24 @@ def read_model(
         stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
     if source is None:
         checkpoint = _from_memory(model, settings, tokenizer)
-        read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
+        check_model(settings, checkpoint, stored, plan)
+        read = _read(tokenizer, settings, checkpoint, None)
         return ReadModel(None, checkpoint, model.config, tokenizer, files, stored, read, Placement())
     placement = Placement.of(settings)
     config = load_config(source, placement, read_kind(settings))
     tokenizer = load_reader(source, placement, settings, tokenizer)
     placement = fitted(source, config, placement, message)
+    if settings.dtype == "auto" and source.gguf is None and not placement.stream:
+        stored = stored_dtype(config, source)
+    whole = describe_model(source, config, *loader_of(config, source), placement)
+    check_model(settings, whole, stored, plan)
     if placement.stream:
-        _require_streamed(settings)
+        settings.check_streamed()
         settings = msgspec.structs.replace(settings, sampled=0.0)
-    read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
+    read = _read(tokenizer, settings, whole, source)
     files = file_digests(source)
     if plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
-    if settings.dtype == "auto" and source.gguf is None and not placement.stream:
-        stored = stored_dtype(config, source)
     return ReadModel(source, None, config, tokenizer, files, stored, read, placement)
 
 
@@ -157,7 +160,6 @@ def open_model(
         )
     if isinstance(read, GivenWindows):
         checkpoint = prepared(checkpoint, read, settings)
-        _check_layers(settings, checkpoint.layers, checkpoint.name)
         example: Inputs = read.inputs[:2]
     else:
         require_rows(checkpoint, read.ids)
@@ -179,26 +181,11 @@ def open_model(
     start = NO_TOKENS
     if isinstance(read, CutTexts):
         planned = read.request.start
-        start = measure_start(planned, checkpoint, read.measured)  # on windows that are not in the certify part
+        start = measure_start(planned, checkpoint, tokenizer)
         if planned.candidate is not None and checkpoint.objective == "loss":
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
     return OpenedModel(checkpoint, tokenizer, files, stored, start, read, fixed, notes)
-
-
-def _require_streamed(settings: ShrinkOptions) -> None:
-    """Raise for what streamed weights are too slow for, or cannot do."""
-    for is_given, reason in (
-        (not settings.text, "does not sample text from the model; give --text"),
-        (settings.sampled, "does not sample text from the model; leave --sampled out"),
-        (
-            settings.recover not in (None, OFF, AUTO),
-            "does not train weights, which would have to be in memory; leave --recover out, and run `depthgauge "
-            "recover` on the result where it fits",
-        ),
-    ):
-        if is_given:
-            raise InputError(f"a model whose weights are streamed {reason}, or use a machine with more memory")
 
 
 def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -294,34 +281,17 @@ def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:
     return CalibrationSizes(effort.fit, effort.select, effort.certify)
 
 
-def _check_layers(settings: ShrinkOptions, layers: int, name: str) -> None:
-    """Raise for options that name blocks which the model `name` with this many layers does not have."""
-    for check, is_given in (
-        (settings.count, settings.remove), (settings.counts, settings.sizes), (settings.protected, settings.keep),
-        (settings.layers_to_remove, settings.remove_layers),
-    ):  # fmt: skip
-        if is_given is not None:
-            check(layers, name)
-
-
-def _read(
-    tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
-) -> CutTexts | GivenWindows:
-    """Check the options against the model, read the texts or images and cut them into windows.
-
-    Nothing here needs the weights.
-    """
-    settings.check_model(decoder, name)
-    if read_kind(settings) not in (PAIRS, AUDIO):  # there, the number of layers is that of a stack, found in the model
-        _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
-    if settings.max_bytes is not None:
-        settings.byte_limit()
+def _read(tokenizer: Any, settings: ShrinkOptions, whole: Checkpoint, source: Source | None) -> CutTexts | GivenWindows:
+    """Read the texts or images and cut them into windows; nothing here needs the weights of the model."""
+    config, name = whole.model.config, whole.name
     sizes = calibration_sizes(settings)
     if read_kind(settings) != TEXT:
-        fewer = "" if settings.effort == "quick" else ", or use --effort quick, which needs fewer"
+        quick = calibration_sizes(msgspec.structs.replace(settings, effort="quick")).total
+        fewer = f", or use --effort quick, which needs {quick}" if quick < sizes.total else ""
         return read_given(
             settings, tokenizer, config, name, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
         )
+    decoder = whole.objective == "loss"
     return cut_texts(tokenizer, calibration_request(settings, config, source, decoder, tokenizer))
 
 
@@ -332,7 +302,7 @@ def calibration_request(
     folder = None if source is None or source.gguf is not None else source.folder
     effort, context = effort_of(settings), longest_window(folder, context_length(config))
     return CalibrationRequest(
-        tuple(find_text(text, settings.as_is) for text in settings.text),
+        find_texts(settings.text, settings.as_is),
         calibration_sizes(settings),
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
         window=min(effort.window, context or effort.window) if settings.window is None else settings.window,

@@ -46,7 +46,7 @@ def output_folders(out: str | Path, settings: ShrinkOptions) -> list[Path]:
     """Return the directories or files that a run writes; with `sizes`, those that the numbers of blocks give."""
     if settings.sizes is None:
         return [Path(out)]
-    return [sized_output(out, count) for count in settings.counts(2**16, "the model")]
+    return [sized_output(out, count) for count in settings.counts()]
 
 
 def sized_output(out: str | Path, count: int) -> Path:

@@ -21,13 +21,13 @@ from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import CheckpointError, attempt, short
-from depthgauge.checkpoints.load import HEADROOM, Checkpoint, Placement, parameter_count, wrap
+from depthgauge.checkpoints.load import HEADROOM, Checkpoint, Placement, parameter_count
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import model_output, window_losses
 from depthgauge.checkpoints.model_samples import even_rows, fitting_rows, sample_windows
 from depthgauge.checkpoints.samples import Inputs, repeated, shortened
 from depthgauge.checkpoints.source import Source, weight_bytes, weight_files
-from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
+from depthgauge.checkpoints.stored_weights import built_model
 from depthgauge.surgery.extract import shrunk_config
 from depthgauge.surgery.speed import device_time
 
@@ -202,18 +202,6 @@ class PartCosts:
             "device": str(parts.few.device), "dtype": str(parts.whole.model.dtype).removeprefix("torch."),
             "read_speed": self.read_speed,
         }  # fmt: skip
-
-
-def describe_model(source: Source | None, config: Any, chosen: Any, objective: str, placement: Placement) -> Checkpoint:
-    """Return a model on the device `meta`, in the dtype that it would be loaded in."""
-    name = str(getattr(config, "name_or_path", "") or config.model_type) if source is None else source.target
-    dtype = placement.torch_dtype()
-    if not isinstance(dtype, torch.dtype):
-        has_files = source is not None and (source.gguf is not None or bool(weight_files(source)))
-        found = stored_dtype(config, source) if source is not None and has_files else getattr(config, "dtype", None)
-        dtype = found if isinstance(found, torch.dtype) else torch.float32
-    model = built_model(name, config, chosen, placement.trust_remote_code, dtype=dtype)
-    return wrap(model, name, source, objective)
 
 
 def measure_costs(

@@ -53,9 +53,10 @@ EFFORT: Mapping[str, Effort] = {
 
 
 def effort_of(settings: ShrinkOptions) -> Effort:
-    """Return the effort, with enough certify windows for the requested confidence."""
-    effort = EFFORT[settings.effort]
-    return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))
+    """Return the effort, with enough certify windows for the requested confidence in the bound of every size."""
+    effort, sizes = EFFORT[settings.effort], 1 if settings.sizes is None else len(settings.counts())
+    needed = windows_needed(confidence=1 - (1 - settings.confidence) / sizes)
+    return replace(effort, certify=max(effort.certify, needed))
 
 
 class Student:

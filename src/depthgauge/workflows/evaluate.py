@@ -7,11 +7,12 @@ from typing import Any
 
 from depthgauge._io import check_outputs, write_text
 from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.source import require_streamable
 from depthgauge.checkpoints.task_names import task_folders
 from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
-from depthgauge.report.write import page_text, plotly_code
+from depthgauge.report.write import check_page, page_text
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import CHECKPOINTS
@@ -52,15 +53,18 @@ def evaluate(
         OutputError: a file cannot be written; the attribute `result` of the error is the result.
     """
     settings = make_evaluate_options(options, fields)
-    settings.check()
     paths = _paths(models)
+    settings.check(len(paths))
     if report is not None:
-        plotly_code()  # raises now if the extra is missing
+        check_page(report)
     inputs = {"--text": None if settings.text is None else split_field(settings.text)[0]}
     inputs |= {f"MODEL {path}": Path(path) for path in paths}
     inputs |= {f"--perplexity {one}": split_field(_split_name(one)[1])[0] for one in settings.perplexity}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite)
-    named = (_split_name(given) for given in settings.perplexity)
+    named = [_split_name(given) for given in settings.perplexity]
+    for name, _ in named:
+        if not name or [one for one, _ in named].count(name) > 1:
+            raise InputError(f"--perplexity has the name {name!r} twice, or none; give each text its own, NAME:FILE")
     texts = tuple((name, find_text(file, settings.as_is)) for name, file in named)
     if CLOZE in settings.task_names:
         find_text(settings.text, settings.as_is)
@@ -69,6 +73,8 @@ def evaluate(
     code, sources = settings.trust_remote_code, {}
     for path in paths:
         sources[path] = resolve(path, settings.allow_pickle, settings.tokenizer, message, code)
+        if settings.stream:
+            require_streamable(sources[path], settings)
     from depthgauge.workflows.evaluate_models import evaluate_models  # torch and transformers take seconds
 
     record = evaluate_models(sources, settings, texts, progress, message)

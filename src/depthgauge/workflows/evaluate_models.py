@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from depthgauge._format import counted
 from depthgauge._journal import RECORD
 from depthgauge._version import __version__
 from depthgauge.checkpoints.cloze import ClozeText, cloze_items
@@ -19,23 +20,16 @@ from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start, measure_start, plan_start
+from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.task_names import lm_eval
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, window_losses
-from depthgauge.checkpoints.windows import require_rows, tokenize_text
 from depthgauge.progress import Step
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
 from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_record import SHRINK_ADVICE, CalibrationRecord, check_shrink
-
-_NEEDED = 0.1
-"""The BOS token is added where the tokenizer does not if it lowers the loss by more than this, in nats per token.
-lm-eval does what the tokenizer does; models that need the token, such as Gemma, lose nats without it."""
-_MEASURED_LENGTH = 256
-"""Tokens per window of the built-in text on which the BOS token is decided."""
 
 
 def evaluate_models(
@@ -173,9 +167,12 @@ def evaluation_record(
     for k in range(len(found) if len(main) > 1 else 0):
         ours, theirs = [task[k] for task in main], [task[0] for task in main]
         mean.append(mean_record(ours, theirs if k else None, confidence))
-    texts = []
+    texts, notes = [], [*notes]
     for index, (name, _) in enumerate(work.texts):
         losses = [one.losses[index] for one in found]
+        for (count, n), unread in {(tuple(one.windows.ids.shape), one.windows.unread): None for one in losses}:
+            read = f"perplexity on {name}: {counted(count, 'window')} of {n} tokens"
+            notes += [f"{read}; the last {counted(unread, 'token')} of the text do not fill one"] * bool(unread)
         windows = dense.losses[index].windows
         texts.append(
             EvaluatedText(
@@ -263,19 +260,14 @@ def _notes_about(path: str | Path, work: PreparedEvaluation) -> list[str]:
 
 def _language_model(source: Source, placement: Placement) -> Any:
     """Load the configuration of a causal language model; refuse other models."""
-    config = load_config(source, placement)
-    if loader_of(config)[1] != "loss":
+    config = load_config(source, placement, None)  # whose advice is about options that `evaluate` does not have
+    if loader_of(config)[1] != "loss" or getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.target} is a {config.model_type} model; evaluate needs a causal language model")
     return config
 
 
 def _decided_start(start: Start, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:
     """Decide about the BOS token where the tokenizer and the file do not: as for the first model, or by measuring."""
-    if start.candidate is None:
-        return start
-    if first is not None and first.bos is not None:
+    if start.candidate is not None and first is not None and first.bos is not None:
         return start.decided(start.candidate, first.bos, AS_FIRST)
-    text = tokenize_text(tokenizer, None, wanted=1, length=_MEASURED_LENGTH, seed=0).pieces[0]
-    require_rows(checkpoint, [text, torch.tensor([start.candidate])])
-    bodies = torch.split(text[: MEASURED_WINDOWS * _MEASURED_LENGTH], _MEASURED_LENGTH)
-    return measure_start(start, checkpoint, bodies, _NEEDED)
+    return measure_start(start, checkpoint, tokenizer)

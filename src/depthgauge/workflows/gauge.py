@@ -12,7 +12,7 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
-from depthgauge.report.write import page_text, plotly_code, write_report
+from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
@@ -82,11 +82,11 @@ def gauge(
     """
     started, tokenizer = time.perf_counter(), take_directory(tokenizer, fields)
     found, asked = resolve_target(target), make_options(options, fields)
-    asked.refuse_other_kind(found.kind, found.description)
+    asked.check(found.kind, found.description)
     if found.kind != CHECKPOINTS:
         ranks.refuse(f"{found.description} is a network, which")
     if report is not None:
-        plotly_code()  # raises now if the extra is missing
+        check_page(report)
     with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
         text = None if asked.text is None else split_field(asked.text)[0]
         inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
@@ -129,7 +129,7 @@ def expect_gauge(
     blocks can be built from its configuration.
     """
     found, asked = resolve_target(target), make_options(options, fields)
-    asked.refuse_other_kind(found.kind, found.description)
+    asked.check(found.kind, found.description)
     if found.kind != CHECKPOINTS:
         raise InputError(f"--estimate applies to checkpoints; {found.description} is a network. Leave it out")
     request = check_gauge(found, asked, message, weights=False)

@@ -47,11 +47,9 @@ from depthgauge.checkpoints.window_observer import observe_blocks, observe_windo
 from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
-from depthgauge.results.checkpoint_subject import (
-    CheckpointSubject,
-)
+from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
 from depthgauge.results.estimate_record import EstimateRecord
-from depthgauge.results.gauge_options import SAMPLES, GaugeSettings
+from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
 from depthgauge.workflows.checkpoint_record import subject_record
@@ -158,6 +156,7 @@ def gauge_checkpoint(
         else:
             windows, decided = started_windows(checkpoint, windows, start, tokenizer, bool(asked.force), message)
             inputs, text = windows.ids, windows.record(decided.bos, decided.reason)
+        fewer = _fewer(text, asked)
         checkpoint = derived(checkpoint, inputs)
         probed = probe(checkpoint, inputs[:1])
         if probed.attention is not None:
@@ -167,7 +166,7 @@ def gauge_checkpoint(
         measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
         if EXPERT in measured:
             measured[EXPERT] = expert_layers(Stack(checkpoint, Session()).blocks, checkpoint.families)
-        notes += _unmeasured(kinds, measured, checkpoint, probed.blocks)
+        notes += [*fewer, *_unmeasured(kinds, measured, checkpoint, probed.blocks)]
         measured = {kind: layers for kind, layers in measured.items() if layers}
         if checkpoint.objective == "embedding" and source is not None:
             notes += pooling_notes(source.folder)
@@ -176,6 +175,15 @@ def gauge_checkpoint(
         found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
         seen = subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
         return settings, seen, estimate
+
+
+def _fewer(text: TextWindows, asked: GaugeOptions) -> list[str]:
+    """Say how much was measured if there was less than the options ask for, or than they do by default."""
+    option, value = ("tokens", asked.tokens or 0) if text.kind == "text" else ("samples", asked.samples or SAMPLES)
+    if text.windows >= max(1, value // text.window if option == "tokens" else value):
+        return []
+    used = f"measured on {text.phrase()}, {text.tokens:,} tokens in all"
+    return [f"{used}: {text.source} has no more, and --{option} {value} asks for more"]
 
 
 def _unmeasured(

@@ -24,7 +24,8 @@ from depthgauge.checkpoints.windows import usual_window
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import SAMPLES
 from depthgauge.results.labels import EXPERT
-from depthgauge.surgery.part_costs import LIBRARIES, FewBlocks, PartCosts, describe_model, few_blocks, measure_costs
+from depthgauge.surgery.block_sizes import describe_model
+from depthgauge.surgery.part_costs import LIBRARIES, FewBlocks, PartCosts, few_blocks, measure_costs
 from depthgauge.workflows.gauge_request import GaugeRequest
 
 
@@ -61,6 +62,8 @@ def estimate_gauge(
     else:
         folder = None if source is None or source.gguf is not None else source.folder
         context, tokens = longest_window(folder, context_length(whole.config)), asked.tokens or 0
+        if request.text is not None and request.text.path is not None:  # a token has at least one byte
+            tokens = min(tokens, request.text.path.stat().st_size or tokens)
         window = usual_window(tokens, context) if asked.window is None else asked.window
         example, windows = torch.zeros(1, window, dtype=torch.long), max(1, tokens // window)
     parts = few_blocks(whole, placement)

@@ -12,7 +12,6 @@ from depthgauge._format import duration, number
 from depthgauge.certificates.certificate import certify
 from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
-from depthgauge.errors import InputError
 from depthgauge.linalg.threads import threads_for
 from depthgauge.measures.profile import measure
 from depthgauge.network.inputs import load_inputs, uniform_inputs
@@ -50,9 +49,6 @@ def _settings(target: Target, options: GaugeOptions) -> GaugeSettings:
     in_memory = target.network is not None
     if options.input is None:
         return GaugeSettings(target=target.name, in_memory=in_memory, **options.with_defaults(NETWORKS).given())
-    for name in NETWORK_DEFAULTS:
-        if getattr(options, name) is not None:
-            raise InputError(f"--{name} describes random inputs and --input reads them from a file; leave one out")
     return GaugeSettings(target=target.name, in_memory=in_memory, input=options.input)
 
 

@@ -8,15 +8,8 @@ from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import TextFile, find_text
-from depthgauge.errors import InputError, require_count, require_seed
-from depthgauge.results.gauge_options import (
-    CHECKPOINTS,
-    ONE_BY_ONE,
-    SAMPLES,
-    GaugeOptions,
-    check_choices,
-    chosen_kinds,
-)
+from depthgauge.errors import InputError
+from depthgauge.results.gauge_options import CHECKPOINTS, ONE_BY_ONE, GaugeOptions, chosen_kinds
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
@@ -43,20 +36,15 @@ class GaugeRequest:
 def check_gauge(
     target: Target, options: GaugeOptions, message: Callable[[str], None], weights: bool = True
 ) -> GaugeRequest:
-    """Check options and files; a model on the hub is downloaded if everything else is right.
+    """Find the files of checked options; a model on the hub is downloaded if everything else is right.
 
     Without `weights`, as for an estimate, its weights are neither needed nor downloaded.
     """
     asked = options.with_defaults(CHECKPOINTS)
     assert asked.what_if is not None
-    assert asked.tokens is not None
-    check_choices(asked)
     kinds = chosen_kinds(asked.what_if)
-    require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
-    require_seed(asked.seed or 0)
     text = given = None
     if any(getattr(asked, name) is not None for name in ONE_BY_ONE):
-        require_count("samples", asked.samples or SAMPLES, "the number of images, texts, pairs or recordings to use")
         given = find_given(asked)
     elif not asked.weights_only:
         text = find_text(asked.text, bool(asked.as_is))

@@ -9,11 +9,12 @@ from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge._ranks import ALONE, Ranks
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.text_files import find_text, split_field
+from depthgauge.checkpoints.text_files import find_texts, split_field
 from depthgauge.errors import InputError, require_type
 from depthgauge.progress import Step, no_message, silent
-from depthgauge.report.write import page_text, plotly_code, write_report
+from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.recover_options import RecoverOptions, make_recover_options
 from depthgauge.results.recover_record import RecoverRecord
@@ -82,8 +83,9 @@ def recover(
     teacher = settings.teacher
     assert teacher is not None
     if report is not None:
-        plotly_code()  # raises now if the extra is missing
-    texts = tuple(find_text(text, settings.as_is) for text in settings.text)
+        check_page(report)
+    texts = find_texts(settings.text, settings.as_is)
+    find_general(settings.general)  # raises before a download
     with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
         writes = ranks.index == 0
         inputs = {"MODEL": _path(model), "--teacher": _path(teacher), "--tokenizer": settings.tokenizer}

@@ -102,7 +102,7 @@ def run_recovery(
     teacher, student = load_model(source, configs[1], placement), load_model(small, configs[0], placement)
     require_pair(student, teacher)
     require_rows(teacher, cut.ids)
-    start = measure_start(request.start, teacher, cut.measured)
+    start = measure_start(request.start, teacher, tokenizer)
     calibration = journal.ranks.shared(
         lambda: prepare_calibration(teacher, tokenizer, cut, start, progress=progress, message=message)
     )

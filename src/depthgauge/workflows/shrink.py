@@ -13,13 +13,14 @@ from depthgauge._journal import Journal
 from depthgauge._ranks import ALONE, Ranks
 from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
-from depthgauge.checkpoints.text_files import find_text, split_field
+from depthgauge.checkpoints.text_files import find_texts, split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
-from depthgauge.report.write import plotly_code, sizes_page_text, write_report
+from depthgauge.report.write import check_page, sizes_page_text, write_report
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.evaluate_options import split_tasks
 from depthgauge.results.gauge_options import CHECKPOINTS
@@ -136,7 +137,7 @@ def shrink(
     tokenizer = take_directory(tokenizer, fields)
     settings = _settings(options, fields, followed, ranks)
     if report is not None:
-        plotly_code()  # raises now if the extra is missing
+        check_page(report)
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
     as_gguf, writes = is_gguf_name(out), ranks.index == 0
@@ -299,8 +300,8 @@ def _find_source(
             f"{model} is not a checkpoint; shrink expects a directory of a transformers model, a .gguf file or a name "
             "on the hub, and `depthgauge collapse` is for network files"
         )
-    for text in settings.text:
-        find_text(text, settings.as_is)  # raises before a download
+    find_texts(settings.text, settings.as_is)  # raises before a download
+    find_general(settings.general)
     given = find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)

@@ -15,9 +15,9 @@ from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.surgery.block_sizes import describe_model
 from depthgauge.surgery.gguf_layout import GgufLayout, read_layout
 from depthgauge.surgery.open_model import calibration_sizes
-from depthgauge.surgery.part_costs import describe_model
 from depthgauge.workflows.evaluate_models import prepare_evaluation
 from depthgauge.workflows.shrink_estimate import estimate_shrink
 

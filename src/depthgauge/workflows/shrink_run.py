@@ -44,7 +44,7 @@ from depthgauge.results.shrink_record import (
     check_shrink,
 )
 from depthgauge.results.shrink_verdicts import shrink_warnings
-from depthgauge.surgery.block_sizes import requested_counts
+from depthgauge.surgery.block_sizes import describe_model, requested_counts
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
@@ -52,7 +52,6 @@ from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.given_calibration import given_calibration
 from depthgauge.surgery.open_model import ReadModel, calibration_sizes, open_model, read_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
-from depthgauge.surgery.part_costs import describe_model
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
@@ -217,9 +216,7 @@ class ShrinkRun:
         found, layers = requested_counts(self.settings, checkpoint, self.opened.stored), checkpoint.layers
         left = layers - len(self.protected)
         if found[-1] > left:
-            raise InputError(
-                f"{found[-1]} blocks cannot be removed from {checkpoint.name}: --keep leaves {left} of {layers}"
-            )
+            raise InputError(f"{found[-1]} blocks cannot be removed from {checkpoint.name}: {left} of {layers} may go")
         return found
 
     @property
@@ -492,7 +489,8 @@ class ShrinkRun:
         )
         if shrunk is None:
             return record
-        notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self.candidates.notes)
+        notes = (*shrink_notes(record, self.opened, shrunk), *self.calibration.notes)
+        notes += (*self.shrinker.refusals, *self.candidates.notes)
         if self.ranks.count > 1:
             notes += (f"{self.ranks.count} processes divided the windows",)
         notes += self._recovery_advice() if checkpoint.stream is None else ()
