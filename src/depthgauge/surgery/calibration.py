@@ -136,7 +136,8 @@ def prepare_calibration(
     )
     for note in notes:
         message(note)
-    return Calibration(record, *parts, tuple(notes))
+    fit, select, certify = parts
+    return Calibration(record, fit, select, certify, tuple(notes))
 
 
 def windows_digest(parts: Sequence[CalibrationPart]) -> str:

@@ -143,7 +143,7 @@ def run_recovery(
         recovery=made,
         settings=settings,
         evaluation=evaluation,
-        notes=tuple(notes),
+        notes=(*calibration.notes, *notes),
         versions={
             "depthgauge": __version__,
             "python": platform.python_version(),
