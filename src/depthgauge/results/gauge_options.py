@@ -193,7 +193,7 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 def check_common(options: Any) -> None:
     """Raise if an option that `gauge`, `shrink` and `evaluate` share is out of range, or has no effect."""
     for name, known in CHOICES.items():
-        if (value := getattr(options, name)) is not None and value not in known:
+        if (value := getattr(options, name, None)) is not None and value not in known:
             raise unknown_name(name, value, known)
     if options.window is not None:
         require_count("window", options.window, "the number of tokens in one window", least=2)
