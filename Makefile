@@ -6,8 +6,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Two worker processes, one thread each: linear algebra libraries would otherwise fight over the cores.
 WORKERS ?= 2
-# Compiled code of the project is kept, also where the environment says otherwise: each worker would compile all tests again.
-PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Compiled code is kept, also where the environment says otherwise: each process would compile it again. Of the packages
+# only what is imported is compiled, not all when they are installed; pip reads 0 as yes here.
+export PYTHONDONTWRITEBYTECODE :=
+export PIP_NO_COMPILE := 0
 
 .PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme soak bench clean
 help:
@@ -15,12 +18,12 @@ help:
 	@echo "make test   install everything, then lint, types and the whole test suite"
 	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
 	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
-	@echo "make test-annotations   the tests of functions on tensors, with every annotation checked at run time"
+	@echo "make test-annotations   a quarter of the tests of functions on tensors, with every annotation checked at run time"
 	@echo "make test-families   every family of transformers, gauged and shrunk as a tiny model"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2: gauged, and read by other tools"
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
-	@echo "make wheel  build the wheel and try it in a fresh environment"
+	@echo "make wheel  build the wheel and try it outside the source tree"
 	@echo "make readme type the commands of the README in a copy of the project, from the installation on"
 	@echo "make soak   the long campaigns behind the tests"
 	@echo "make bench  every claim about speed, memory and tightness, measured here"
@@ -54,10 +57,6 @@ $(VENV)/report.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable ".[report]"
 	@touch $@ $(VENV)/core.stamp
 
-$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable ".[docs]"
-	@touch $@ $(VENV)/core.stamp
-
 demo: $(VENV)/report.stamp
 	@mkdir -p results
 	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html --overwrite
@@ -74,7 +73,7 @@ test: lint $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) \
+	$(PIN) $(BIN)/pytest -n $(WORKERS) --slowest results/slowest_tests.txt \
 		-m "not soak and not models and not gpu and not docs and not kernels and not families"
 
 # A tiny model of every family that transformers can build; docs/families.md shows the results.
@@ -93,13 +92,16 @@ test-core: $(VENV)/dev.stamp
 
 # The checks of tensor shapes and other annotations double the time of the tests. They run where functions hand tensors
 # to each other, whose shapes mypy cannot check: the mathematics, measures of checkpoints, and the units of surgery.
-# Records, commands and pages are checked by mypy and by the validation of documents.
-ANNOTATED := tests/linalg tests/network tests/measures tests/surrogates tests/certificates tests/checkpoints \
-	$(wildcard tests/surgery/test_block_runner.py tests/surgery/test_distill.py tests/surgery/test_objective.py) \
-	$(wildcard tests/surgery/test_repair*.py)
+# Records, commands and pages are checked by mypy and by the validation of documents. A day has a quarter of the files;
+# QUARTER=0 to 3 chooses one, QUARTER=all takes all, as `make soak` does.
+QUARTER ?= $(shell expr `date +%j` % 4)
+ANNOTATED := $(sort $(wildcard $(addsuffix /test_*.py,tests/linalg tests/network tests/measures tests/surrogates \
+	tests/certificates tests/checkpoints tests/recovery) tests/surgery/test_block_runner.py tests/surgery/test_distill.py \
+	tests/surgery/test_objective.py tests/surgery/test_repair*.py))
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) \
-		-m "not soak and not models and not gpu and not docs and not wrong_types" $(ANNOTATED)
+		-m "not soak and not models and not gpu and not docs and not wrong_types" \
+		$(shell printf '%s\n' $(ANNOTATED) | awk '"$(QUARTER)" == "all" || NR % 4 == "$(QUARTER)"')
 
 # On a GPU the kernels are compiled; without one, `make test-kernels` runs them under Triton's interpreter. The second step
 # needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.
@@ -118,7 +120,7 @@ test-models: $(VENV)/smollm.stamp $(VENV)/tools.stamp
 
 # First the code in the documents, the examples and the whole ledger are run. The last step fails if a page would load
 # anything from another host.
-docs: $(VENV)/docs.stamp $(VENV)/minilm.stamp
+docs: $(VENV)/minilm.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m docs tests/test_docs.py tests/test_examples.py tests/cli/test_claims.py \
 		tests/papers/ledger
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -132,6 +134,7 @@ readme:
 	$(PIN) $(PYTHON) scripts/check_readme.py
 
 soak: $(VENV)/dev.stamp
+	@$(MAKE) --no-print-directory test-annotations QUARTER=all
 	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak
 
 bench: $(VENV)/dev.stamp

@@ -6,17 +6,16 @@
 The first command makes every shrunk model as a directory in `--work` and measures them all with one call of
 `depthgauge.evaluate`: perplexity and bits per byte on the texts and on the built-in text, and the cloze task, on the
 same windows and items for all. Two thirds of each text are for calibration, the rest for measuring (`divide_texts`).
-Directories that exist are used again. If MODEL is a GGUF file, llama.cpp is timed too (extra `gguf`). The second
-command writes the page from the results of any number of models.
+Directories that exist are used again. The second command writes the page from the results of any number of models.
+Speed is measured by speed_ratio.py.
 
 - ShortGPT, UIDL and SLEB choose blocks, without repair; see shrink_peers.py. SLEB is greedy removal by loss.
-- depthgauge is `shrink` with `--effort quick`, the default, and the default with `--heal 200`
+- depthgauge is `shrink` with `--effort quick` and the default, both without training, and the default with `--recover`
 """
 
 import argparse
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,36 +34,18 @@ from depthgauge.progress import silent
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 from depthgauge.surgery.extract import extract, shrunk_config
 from depthgauge.surgery.gguf_layout import read_layout
-from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import EFFORT
 from depthgauge.surgery.write_gguf import shrunk_fields, write_gguf
 from depthgauge.surgery.write_model import written_model
 
 SHARES = (0.10, 0.25, 0.40)
 OURS = {
-    "depthgauge, quick": {"effort": "quick"},
-    "depthgauge": {"effort": "default"},
-    "depthgauge, healed": {"effort": "default", "heal": 200},
+    "depthgauge, quick": {"effort": "quick", "recover": "off"},
+    "depthgauge": {"recover": "off"},
+    **{f"depthgauge, recovered {amount}": {"recover": amount} for amount in ("0.5M", "2M", "8M")},
 }
 WINDOW, ITEMS, LETTERS = 512, 500, 200_000
 """Tokens per window of the perplexities, items of the cloze task, and letters that are used of each unseen text."""
-PROMPT, ANSWER = 512, 128
-"""Tokens that llama.cpp reads and writes when it is timed."""
-TURNS = 21
-"""How often both models are timed in transformers, in turns: a pass of a small model takes milliseconds."""
-TIMED = """
-import json, sys, xllamacpp as llama
-params = llama.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = sys.argv[1], 1024, 1, 0
-server, times = llama.Server(params), []
-for turn in range(4):
-    prompt = [(7 * k + turn) % 1000 + 100 for k in range(int(sys.argv[2]))]
-    asked = {"prompt": prompt, "n_predict": int(sys.argv[3]), "ignore_eos": True, "cache_prompt": False}
-    told = server.handle_completions(asked)["timings"]
-    times.append([told["prompt_ms"] / 1000, told["predicted_ms"] / 1000])
-prefill, decode = (sorted(column)[1] for column in zip(*times[1:]))
-print(json.dumps({"prefill": prefill, "decode": decode}))
-"""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -89,10 +70,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record = _evaluated(
         [options.model, *(row["folder"] for row in rows)], mixed, {**unseen, "built-in": builtin}, options
     )
-    speeds = [_speed(checkpoint, tokenizer, count, options) for count in counts]
+    sizes = [_size(checkpoint, count, options) for count in counts]
     return {
         "name": options.name or checkpoint.name, "layers": layers, "parameters": checkpoint.describe().parameters,
-        "bytes": weight_bytes(source), "counts": counts, "speeds": speeds,
+        "bytes": weight_bytes(source), "counts": counts, "sizes": sizes,
         "rows": [{key: value for key, value in row.items() if key != "folder"} for row in rows],
         "evaluation": _without_paths(record, ["dense", *(f"{row['method']}, {row['removed']}" for row in rows)]),
         "device": torch.cuda.get_device_name() if checkpoint.device.type == "cuda" else platform.machine(),
@@ -152,31 +133,17 @@ def _ours(
             yield {"method": method, "removed": count, "folder": str(folder)}
 
 
-def _speed(checkpoint: Checkpoint, tokenizer: Any, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Time one size, without the last blocks but one: the speed does not depend on which blocks are gone."""
-    source = checkpoint.source
+def _size(checkpoint: Checkpoint, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the size of a model without the last blocks but one: it does not depend on which blocks are gone."""
     kept = [*range(checkpoint.layers - count - 1), checkpoint.layers - 1]
-    model = extract(checkpoint, kept)
-    text = (options.work / "unseen.txt").read_text("utf-8")[: 20 * PROMPT]
-    ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:PROMPT]])
-    found, _, what = compare_speed(checkpoint.model, model, ids, repeats=TURNS, new_tokens=32)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    speed = {
-        "removed": count,
-        "turns": TURNS,
-        "parameters": parameters,
-        "prefill": found.prefill,
-        "decode": found.decode,
-        "what": what,
-    }
-    if source.gguf is not None:
+    parameters = sum(weight.numel() for weight in extract(checkpoint, kept).parameters())
+    size = {"removed": count, "parameters": parameters}
+    if checkpoint.source.gguf is not None:
         small = options.work / f"removed-{count}.gguf"
         if not small.exists():
-            _write_gguf(source, checkpoint, kept, small)
-        dense, after = (_llama(path) for path in (source.path, small))
-        speed |= {f"llama_{part}": dense[part] / after[part] for part in dense}
-        speed["gguf_bytes"] = small.stat().st_size
-    return speed
+            _write_gguf(checkpoint.source, checkpoint, kept, small)
+        size["gguf_bytes"] = small.stat().st_size
+    return size
 
 
 def _write_gguf(source: Source, checkpoint: Checkpoint, kept: Sequence[int], path: Path) -> None:
@@ -184,13 +151,6 @@ def _write_gguf(source: Source, checkpoint: Checkpoint, kept: Sequence[int], pat
     layout = read_layout(source, None, checkpoint.name)
     types = getattr(shrunk_config(checkpoint.config, kept), "layer_types", None)
     write_gguf(path, layout, kept, shrunk_fields(layout, kept, types), {}, silent)
-
-
-def _llama(path: Path) -> dict[str, float]:
-    """Return the seconds that llama.cpp takes for a prompt and an answer, in a process of its own."""
-    command = [sys.executable, "-c", TIMED, str(path), str(PROMPT), str(ANSWER)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return dict(json.loads(found.splitlines()[-1]))
 
 
 def _without_paths(record: EvaluateRecord, names: Sequence[str]) -> dict[str, Any]:

@@ -10,15 +10,23 @@ from matplotlib.figure import Figure
 from depthgauge.papers.figures.style import BLUE, DASHED, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 
-COLOURS = (FAINT, INK, FIVE[1], BLUE, GREEN, VERMILION)
-"""Of the methods, in the order of the rows."""
+HEALED = "depthgauge, healed"
+STYLES = {
+    "ShortGPT": (FAINT, DASHED), "UIDL": (INK, DASHED), "SLEB": (FIVE[1], DASHED),
+    "depthgauge, quick": (BLUE, "-"), "depthgauge": (GREEN, "-"), HEALED: (VERMILION, "-"),
+    "depthgauge, recovered 0.5M": (VERMILION, ":"), "depthgauge, recovered 2M": (VERMILION, "--"),
+    "depthgauge, recovered 8M": (VERMILION, "-"),
+}  # fmt: skip
+"""Colour and line of each method; results of an earlier version have the former `--heal`."""
 TOP = 2.2
 """Bits per byte at the upper end of the figure; a model that needs more has lost the language."""
 
 
 def write_page(path: Path, documents: Sequence[dict[str, Any]]) -> None:
     """Write docs/results.md, and its figure into the folder `figures` beside it."""
-    lines = [*INTRODUCTION.splitlines(), *(line for one in documents for line in _section(one))]
+    methods = {row["method"] for one in documents for row in one["rows"]}
+    introduction = INTRODUCTION.format(ours=FORMER if HEALED in methods else OURS)
+    lines = [*introduction.splitlines(), *(line for one in documents for line in _section(one))]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with figure_style():
         _drawn(documents).savefig(path.parent / "figures" / "results.png", dpi=200, facecolor="white")
@@ -30,14 +38,15 @@ def _drawn(documents: Sequence[dict[str, Any]]) -> Figure:
     panels = figure.subplots(1, len(documents), squeeze=False)[0]
     for panel, document in zip(panels, documents, strict=True):
         bits, rows = _bits(check_evaluate(document["evaluation"], document["name"])), document["rows"]
-        for method, colour in zip(dict.fromkeys(row["method"] for row in rows), COLOURS, strict=True):
-            line: dict[str, Any] = {"linestyle": "-" if "depthgauge" in method else DASHED, "color": colour}
+        for method in dict.fromkeys(row["method"] for row in rows):
+            color, style = STYLES[method]
+            line: dict[str, Any] = {"linestyle": style, "color": color}
             points = [(0, bits[0])]
             points += [(row["removed"], bits[k]) for k, row in enumerate(rows, 1) if row["method"] == method]
             panel.plot(*zip(*points, strict=True), **line, marker="o", markersize=3.5, label=method)
         panel.set(title=document["name"], xlabel=f"removed blocks of {document['layers']}", ylim=(bits[0] - 0.05, TOP))
     panels[0].set_ylabel("bits per byte, mean over the texts")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
 
 
@@ -47,6 +56,14 @@ def _bits(record: EvaluateRecord) -> list[float]:
     return [sum(values) / len(values) for values in by_model]
 
 
+OURS = """\
+- **depthgauge** is `shrink` with `--effort quick` and with the defaults, both without training, and with the defaults
+  and `--recover` of 0.5, 2 and 8 million tokens. Where training gained less than its standard error on the windows that
+  decide about it, the model before it is kept, and both rows agree."""
+FORMER = """\
+- **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition. Where healing
+  did not lower the loss on the windows that decide about it, the model before healing is kept, and both rows agree."""
+"""What is said of results of an earlier version, which had `--heal` instead of `--recover`."""
 INTRODUCTION = """\
 # Results
 
@@ -57,16 +74,12 @@ file.
 
 - **ShortGPT, UIDL, SLEB** choose blocks and repair nothing, as published. SLEB is greedy removal by loss. Published
   repairs are compared in `benchmarks/shrink.py`.
-- **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition. Where healing
-  did not lower the loss on the windows that decide about it, the model before healing is kept, and both rows agree.
+{ours}
 - **Loss** is in nats per token, in windows of 512 tokens that do not overlap. **Bits per byte** is the mean over the
   four texts.
 - **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
   items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
   95 % interval.
-- **Speed** is relative to the dense model, for a prompt of 512 tokens and for generation. It depends on the number of
-  blocks alone. It is the median of so many turns as the table says (of 3 in llama.cpp); a pass takes milliseconds, so
-  that the median of 3 can be off by a third.
 
 ![Bits per byte against the number of removed blocks, by method](figures/results.png)
 """
@@ -98,25 +111,15 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
         )
     yield from (line for _, line in sorted(table, key=lambda pair: pair[0]))
     yield ""
-    has_llama = "llama_prefill" in document["speeds"][0]
-    yield "| removed | parameters | turns | prompt | generation |" + (
-        " GGUF | prompt, llama.cpp | generation, llama.cpp |" if has_llama else ""
-    )
-    yield "| --- " * (8 if has_llama else 5) + "|"
-    for speed in document["speeds"]:
-        cells = [
-            str(speed["removed"]),
-            f"{speed['parameters'] / 1e6:.0f} million",
-            str(speed["turns"]),
-            f"{speed['prefill']:.2f} ×",
-            f"{speed['decode']:.2f} ×",
-        ]
-        if has_llama:
-            cells += [f"{speed['gguf_bytes'] / document['bytes']:.2f} of the size"]
-            cells += [f"{speed[f'llama_{part}']:.2f} ×" for part in ("prefill", "decode")]
+    is_gguf = "gguf_bytes" in document["sizes"][0]
+    yield "| removed | parameters |" + (" GGUF |" if is_gguf else "")
+    yield "| --- " * (3 if is_gguf else 2) + "|"
+    for size in document["sizes"]:
+        cells = [str(size["removed"]), f"{size['parameters'] / 1e6:.0f} million"]
+        cells += [f"{size['gguf_bytes'] / document['bytes']:.2f} of the size"] if is_gguf else []
         yield f"| {' | '.join(cells)} |"
 
 
 def _measured_with(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"Measured on {document['device']} in float32 (llama.cpp: on its CPU, the file's own types) with {versions}."
+    return f"Measured on {document['device']} in float32 with {versions}."

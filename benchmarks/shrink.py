@@ -13,7 +13,8 @@ same part of each text. Our method is called as a user calls it. The claims, for
 The texts are those of the Debian packages fortunes, debian-handbook and bible-kjv-text:
 
     python benchmarks/shrink.py --make-texts results/texts
-    python benchmarks/shrink.py --checkpoint gemma-3-270m --remove 4 --source kjv --heal 200 --text results/texts/*.txt
+    python benchmarks/shrink.py --checkpoint gemma-3-270m --remove 4 --source kjv --text results/texts/*.txt \\
+        --recover 2M
     python benchmarks/shrink.py --checkpoint SmolLM2-135M --remove 3 7 11 --source fortunes --text results/texts/*.txt
 
 Without a checkpoint the program runs on a small random Llama and judges nothing.
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from shrink_claims import HEALED, OURS, Row, claims, finite, show
+from shrink_claims import OURS, RECOVERED, Row, claims, finite, show
 from shrink_peers import CHOICES, Dense, observe, repairs_of, shrunk_losses
 from shrink_texts import divide_texts, windows_of_texts, write_debian_texts, write_random_texts
 from torch import Tensor
@@ -168,9 +169,9 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
             read = windows_of_texts(setting.files, count=each, **cut)
             rows += peers(observe(runner, torch.cat(list(read.values()))), setting, counts, evaluation)
             seconds[f"{setting.source}, peers"] = {"total": time.perf_counter() - started}
-        for method, heal in ((OURS, None), (HEALED, options.heal)):
-            if method == OURS or heal:
-                asked = {"sizes": counts, "effort": options.effort, "heal": heal, "seed": options.seed}
+        for method, amount in ((OURS, "off"), (RECOVERED, options.recover)):
+            if amount is not None:
+                asked = {"sizes": counts, "effort": options.effort, "recover": amount, "seed": options.seed}
                 asked |= {"window": window, "force": True} if tiny else {}
                 losses, took = ours(checkpoint, tokenizer, setting, asked, evaluation)
                 rows += [row_of(setting, method, count, losses[count], evaluation) for count in losses]
@@ -190,7 +191,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
             {"claim": one.text, "value": finite(one.value), "limit": finite(one.limit), "met": one.met}
             for one in judged
         ],
-        "name": checkpoint.name, "layers": layers, "effort": options.effort, "heal": options.heal,
+        "name": checkpoint.name, "layers": layers, "effort": options.effort, "recover": options.recover,
         "evaluation_windows": evaluated, "seed": options.seed, "seconds": seconds,
         "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
@@ -211,7 +212,7 @@ def main() -> int:
     parser.add_argument("--evaluation", type=int, default=48, help="evaluation windows of each text")
     parser.add_argument("--effort", choices=list(EFFORT), default="default")
     parser.add_argument("--no-peers", action="store_true", help="measure our own method alone")
-    parser.add_argument("--heal", type=int, help="also measure our method with this many steps of healing")
+    parser.add_argument("--recover", help="also measure our method with this much training: 2M tokens, or 10min")
     parser.add_argument("--device")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/shrink.json"))

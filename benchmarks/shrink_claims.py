@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OURS, HEALED = "depthgauge", "depthgauge, healed"
+OURS, RECOVERED = "depthgauge", "depthgauge, recovered"
 OWN, OTHER = "texts of the calibration", "other texts"
 RATIOS: Mapping[str, float] = {OWN: 0.6, OTHER: 0.75}
 """Largest ratio of our mean increase to the best peer's, where at least `RATIO_SHARE` of the blocks is removed."""
@@ -16,7 +16,7 @@ TARGETS: Mapping[tuple[int, str, str, str, str, int], float] = {
     (18, "default", "kjv", OURS, OWN, 4): 0.60,
     (18, "default", "kjv", OURS, OTHER, 4): 0.90,
     (18, "default", "all", OURS, OWN, 4): 0.77,
-    (18, "default", "all", HEALED, OWN, 4): 0.50,
+    (18, "default", "all", RECOVERED, OWN, 4): 0.50,
     (18, "quick", "kjv", OURS, OWN, 4): 0.70,
     (18, "quick", "kjv", OURS, OTHER, 4): 1.00,
     (30, "default", "all", OURS, OWN, 3): 1.03 * 0.096,
@@ -56,7 +56,7 @@ class Row:
     @property
     def is_peer(self) -> bool:
         """Whether the method is not ours."""
-        return self.method not in (OURS, HEALED)
+        return self.method not in (OURS, RECOVERED)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; numbers that are not finite become null."""

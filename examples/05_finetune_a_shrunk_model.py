@@ -5,7 +5,7 @@
 # adapters with peft on a text, merges them into the weights, and saves a checkpoint of the same shape.
 #
 #     pip install "depthgauge[models]" peft
-#     depthgauge shrink ./model --remove 25% --out smaller
+#     depthgauge shrink ./model --text corpus.txt --remove 25% --recover 2M --out smaller
 #     python examples/05_finetune_a_shrunk_model.py smaller corpus.txt --steps 200 --out tuned
 
 # %% Arguments: a checkpoint, a text, and how long to train.

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Build the sdist and the wheel, install the wheel into a fresh environment, and use it outside the source tree.
+# Build the sdist and the wheel, install the wheel into an environment of its own, and use it outside the source tree.
 #
-#     scripts/check_wheel.sh [PYTHON]     PYTHON has the package `build`; by default .venv/bin/python
+#     scripts/check_wheel.sh [PYTHON]     PYTHON has the extra `dev`; by default .venv/bin/python
+#
+# The dependencies are those of PYTHON. That those of pyproject.toml are enough is checked by check_readme.py.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 python="$(realpath -s "${1:-$root/.venv/bin/python}")"
@@ -15,8 +17,12 @@ export PIP_CONSTRAINT="$root/constraints.txt" PIP_DISABLE_PIP_VERSION_CHECK=1
 wheel="$(ls "$work"/dist/*.whl)"
 echo "built $(basename "$wheel") ($(stat -c %s "$wheel") bytes) and $(basename "$work"/dist/*.tar.gz)"
 
-"$python" -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet "$wheel[models,report]"
+"$python" -m venv --without-pip "$work/venv"
+"$python" -m pip --python "$work/venv/bin/python" install --quiet --no-deps "$wheel"
+# After the installation, because pip would see the project here. The line does not make Python read the .pth files of
+# that folder, so that its editable installation of the project has no effect.
+packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+"$python" -c "$packages" >"$("$work/venv/bin/python" -c "$packages")/dependencies.pth"
 
 mkdir "$work/elsewhere"
 cd "$work/elsewhere"

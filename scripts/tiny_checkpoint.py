@@ -21,7 +21,7 @@ def main(directory: str) -> None:
         vocab_size=len(WORDS),
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=9,
+        num_hidden_layers=5,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,

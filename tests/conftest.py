@@ -7,6 +7,7 @@ The checks of annotations double the time of the tests. They run if the variable
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -62,6 +63,14 @@ def _no_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 3600.0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _short_timing() -> Iterator[None]:
+    """Let `shrink` time models for a moment only, also in fixtures of a module; few ratios settle then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthgauge.surgery.speed.SECONDS", 0.1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def short_training() -> Iterator[None]:
     """Let `shrink --effort quick` train for a few steps in the tests of a file."""
@@ -100,3 +109,25 @@ def data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest tests first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slowest", metavar="FILE", type=Path, help="write the slowest tests to FILE, and print files")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write the 200 slowest tests, and print the slowest files. The times are those of the clock, with all fixtures."""
+    out = config.getoption("slowest")
+    if out is None:
+        return
+    tests, files = Counter[str](), Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                tests[report.nodeid] += report.duration
+                files[report.nodeid.partition("::")[0]] += report.duration
+    out.parent.mkdir(exist_ok=True)
+    out.write_text("".join(f"{taken:8.2f} s  {name}\n" for name, taken in tests.most_common(200)), encoding="utf-8")
+    terminalreporter.section(f"slowest files of {files.total():.0f} s; the slowest tests are in {out}")
+    for name, taken in files.most_common(10):
+        terminalreporter.line(f"{taken:8.2f} s  {name}")

@@ -20,6 +20,7 @@ LEVELS: list[set[str]] = [
     {"measures", "surrogates"},
     {"certificates"},
     {"depth", "checkpoints"},
+    {"recovery"},
     {"surgery", "monitor"},
     {"sweeps"},
     {"papers"},
@@ -47,8 +48,9 @@ HEAVY = {
     "wandb",
     "lm_eval",
     "datasets",
+    "torchao",
 }
-LONGEST = 450
+LONGEST = 800
 # A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and
 # a workflow, a bound has a proof and its verification, both backends have the same parts.
 DELIBERATE_PAIRS = [

@@ -57,15 +57,16 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path: Path) -
 def test_an_interrupted_run_is_continued_or_replaced_only_if_asked(tmp_path: Path) -> None:
     out = tmp_path / "out"
     folder = interrupt(out, {}, {"search": []})
-    (folder / "heal-1-2.pt").write_bytes(b"states of the interrupted run")
+    (folder / "repair-1-2.pt").write_bytes(b"weights of the interrupted run")
+    (folder / "recovery-1-2" / "checkpoint-3").mkdir(parents=True)
     (folder / ".0123456789abcdef.partial").write_bytes(b"cut short")
     with pytest.raises(InputError, match="belongs to an interrupted run; continue it with --resume"), Journal(out):
         pass
-    assert len(names(folder)) == 3
+    assert len(names(folder)) == 4
     with Journal(out, overwrite=True) as journal:
-        assert names(folder) == {"journal.json", "heal-1-2.pt", ".0123456789abcdef.partial", "lock"}
+        assert names(folder) == {"journal.json", "repair-1-2.pt", "recovery-1-2", ".0123456789abcdef.partial", "lock"}
         journal.begin({})
-        assert names(folder) == {"lock"}  # a new run does not continue the healing of another one
+        assert names(folder) == {"lock"}  # a new run does not continue the training of another one
         assert journal.get("search") is None
     assert names(tmp_path) == set()
 
@@ -166,7 +167,18 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mine.txt", "heal-notes.txt", "heal-1.pt.bak", "lock", "journal.json", ".mine.partial", "folder/x"]
+    "name",
+    [
+        "mine.txt",
+        "repair-notes.txt",
+        "repair-1.pt.bak",
+        "recovery-1",
+        "recovery-notes/x",
+        "lock",
+        "journal.json",
+        ".mine.partial",
+        "folder/x",
+    ],
 )
 @pytest.mark.parametrize("keywords", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"])
 def test_foreign_files_are_not_touched(tmp_path: Path, name: str, keywords: dict[str, bool]) -> None:

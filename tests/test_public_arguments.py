@@ -36,6 +36,7 @@ REST: dict[str, dict[str, Any]] = {
     "register_attention": {},
     "save_network": {"path": "network.safetensors"},
     "papers.separate": {},
+    "recover": {"teacher": "model"},
     "shrink": {"remove": 1},
     "sweep": {},
     "results.sweep_status": {},
@@ -83,7 +84,7 @@ def test_a_first_argument_of_a_wrong_type_is_named(name: str, tmp_path: Path, mo
     ids=["gauge", "shrink", "plan_shrink", "train_bounded"],
 )
 def test_options_are_records(call: Callable[[Any], Any], record: str) -> None:
-    for wrong in ({}, {"tokens": 4}, "tokens", [], 3, dg.MonitorOptions()):
+    for wrong in ({}, {"tokens": 4}, "tokens", [], 3, dg.results.MonitorOptions()):
         with pytest.raises(InputError, match=rf"options must be {record} or None, got {type(wrong).__name__}.*by name"):
             call(wrong)
 

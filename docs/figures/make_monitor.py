@@ -59,7 +59,11 @@ def main() -> None:
     draw = torch.Generator().manual_seed(1)
     probe = batch(ids, 4, 64, tokenizer.mask_token_id, torch.Generator().manual_seed(2))
     monitor = dg.Monitor(
-        model, probe, options.every, options.log, options=dg.MonitorOptions(sequences=4, what_if_every=3, depth=0.1)
+        model,
+        probe,
+        options.every,
+        options.log,
+        options=dg.results.MonitorOptions(sequences=4, what_if_every=3, depth=0.1),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     model.train()

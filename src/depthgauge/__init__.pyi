@@ -19,10 +19,10 @@ from depthgauge.network.files import save_network as save_network
 from depthgauge.network.network import SelfAttentionNetwork as SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network as random_network
 from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
-from depthgauge.results.monitor_options import MonitorOptions as MonitorOptions
 from depthgauge.results.shrink_options import ShrinkOptions as ShrinkOptions
 from depthgauge.workflows.evaluate import evaluate as evaluate
 from depthgauge.workflows.gauge import gauge as gauge
+from depthgauge.workflows.recover import recover as recover
 from depthgauge.workflows.shrink import plan_shrink as plan_shrink
 from depthgauge.workflows.shrink import shrink as shrink
 from depthgauge.workflows.sweep import sweep as sweep

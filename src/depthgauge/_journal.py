@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,8 +27,10 @@ RECORD = "depthgauge.json"
 """The file in the directory of a shrunk model that holds its record; it identifies the directory."""
 _ENTRIES, _LOCK = "journal.json", "lock"
 _RESULT = "result.gguf"
-_OWN_NAMES = re.compile(r"(heal|repair)-[0-9-]+\.pt|result\.gguf|\.[0-9a-f]{16}\.partial")
-"""Further files of a journal: the weights of repairs, the states of healing, and writes that were cut short."""
+_OWN_NAMES = re.compile(r"repair-[0-9-]+\.pt|windows-\.pt|result\.gguf|\.[0-9a-f]{16}\.partial")
+"""Further files of a journal: the weights of repairs, windows to train on, and writes that were cut short."""
+_OWN_FOLDERS = re.compile(r"recovery-[0-9-]*")
+"""Directories of a journal: the saved states of trainings."""
 
 
 def journal_folder(out: str | Path) -> Path:
@@ -103,8 +106,7 @@ class Journal:
     def begin(self, about: dict[str, Any]) -> None:
         """Set the description of the run. A run resumes only from a journal with the same description."""
         if not self._resumed:
-            for path in self._own_files():
-                path.unlink()
+            self._delete()
         for name, value in about.items():
             self.describe(name, value)
 
@@ -134,6 +136,14 @@ class Journal:
     def file(self, kind: str, numbers: Iterable[int]) -> Path | None:
         """Return the path of a further file, such as `repair-6-7.pt`, which is deleted at the end; None in memory."""
         return None if self.folder is None else self.folder / f"{kind}-{'-'.join(map(str, numbers))}.pt"
+
+    def directory(self, kind: str, numbers: Iterable[int]) -> Path | None:
+        """Return a directory, such as `recovery-6-7`, which is deleted at the end; None in memory."""
+        path = self.file(kind, numbers)
+        if path is None:
+            return None
+        path.with_suffix("").mkdir(exist_ok=True)
+        return path.with_suffix("")
 
     def loaded(self, path: Path | None) -> dict[str, Any] | None:
         """Return the tensors of a further file in all processes, on the CPU; None if there is no such file."""
@@ -204,13 +214,16 @@ class Journal:
         if self.folder is not None and self.folder.is_dir():
             yield from (path for path in list(self.folder.iterdir()) if path.name != _LOCK and _is_own(path))
 
+    def _delete(self) -> None:
+        for path in self._own_files():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def _release(self, keep: bool) -> None:
         """Release the lock; delete the folder unless entries are kept in it."""
         if self.folder is None:
             return
         if not keep:
-            for path in self._own_files():
-                path.unlink()
+            self._delete()
         self._held.close()
         with suppress(OSError):  # it has entries that are kept, or somebody has put a file there meanwhile
             self.folder.rmdir()
@@ -247,5 +260,5 @@ def _refuse_other_files(folder: Path) -> None:
 def _is_own(path: Path) -> bool:
     """Return whether a file can be part of a journal."""
     if path.is_symlink() or not path.is_file():
-        return False
+        return not path.is_symlink() and path.is_dir() and bool(_OWN_FOLDERS.fullmatch(path.name))
     return path.name == _ENTRIES or (path.name == _LOCK and is_lock(path)) or bool(_OWN_NAMES.fullmatch(path.name))

@@ -16,7 +16,7 @@ from depthgauge.errors import InputError
 pytestmark = pytest.mark.soak
 judge, texts = benchmark("shrink_claims"), benchmark("shrink_texts")
 shrink = benchmark("shrink", "shrink_peers")
-OURS, HEALED = judge.OURS, judge.HEALED
+OURS, RECOVERED = judge.OURS, judge.RECOVERED
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_numbers_that_are_not_finite_do_not_help_anyone() -> None:
 
 
 def test_targets_belong_to_a_model_and_an_effort() -> None:
-    over = [row(OURS, (0.5, 0.5)), row(HEALED, (0.6, 0.6), removed=4)]
+    over = [row(OURS, (0.5, 0.5)), row(RECOVERED, (0.6, 0.6), removed=4)]
     assert unmet(over) == []
     assert len(unmet(over, 30)) == 1
     assert unmet(over, 30, "quick") == []
@@ -83,10 +83,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dic
 def test_all_methods_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run(tmp_path, monkeypatch, "--remove", "1", "2", "--source", "a", "--heal", "1")
+    found = run(tmp_path, monkeypatch, "--remove", "1", "2", "--source", "a", "--recover", "4k")
     assert found["met"] is None
     assert len(found["rows"]) == 2 * 2 * (3 * 5 + 2)  # settings, sizes; choices and repairs, and ours
-    assert all(len(one["blocks"]) == one["removed"] for one in found["rows"] if one["method"] not in (OURS, HEALED))
+    assert all(len(one["blocks"]) == one["removed"] for one in found["rows"] if one["method"] not in (OURS, RECOVERED))
     assert all(set(one["increase"]) == {"a", "b", "c"} for one in found["rows"])
     stages = found["seconds"]["a, depthgauge"]
     assert {"search", "repair and comparison", "total"} < stages.keys()

@@ -187,6 +187,39 @@ def test_the_bound_is_proved_again(kind: str) -> None:
             replace(certificate, upper=certificate.upper * (1 - 2e-3)).verify()
 
 
+DEGENERATE: dict[str, Tensor] = {
+    "one token": drawn(1, 4),
+    "equal tokens": drawn(1, 4).repeat(3, 1),
+    "equal entries": torch.full((2, 4), 1.7, dtype=torch.float64),
+    "a basis": torch.eye(4, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("norm", ["none", "pre", "pre-rms"])
+@pytest.mark.parametrize("distribution", ["uniform", "sign", "normal", "aligned"])
+@pytest.mark.parametrize("tokens", DEGENERATE)
+def test_lengths_of_zero_are_proved_again(norm: str, distribution: str, tokens: str) -> None:
+    """Tokens that are equal, or equal after the norm or in the heads, give enclosures that contain 0."""
+    net = gpt(2, norm=norm, distribution=distribution, biases=distribution == "normal")
+    certificate = dg.certify(net, dg.collapse(net, method="parallel"), inputs=Tokens(DEGENERATE[tokens]), starts=1)
+    assert certificate.lower <= (certificate.upper or 0.0)
+    assert certificate.verify()
+
+
+@pytest.mark.parametrize(("seed", "norm"), [(7, "pre"), (10, "none"), (10, "pre-rms"), (33, "none")])
+def test_hidden_units_at_the_kink_of_relu_are_proved_again(seed: int, norm: str) -> None:
+    """Weights ±η and equal halves of a token make hidden units 0, which rounding moves to either side."""
+    kind: dict[str, Any] = {"distribution": "sign", "causal": False, "activation": "relu", "biases": False}
+    net, half = gpt(seed, 0.1, norm=norm, **kind), drawn(2, 2, seed=seed)
+    for layer in net:
+        assert layer.mlp is not None
+        layer.mlp.b_in.data.zero_()
+    tokens = Tokens(torch.cat([half, half], 1))
+    certificate = dg.certify(net, dg.collapse(net, method="parallel"), inputs=tokens, starts=1)
+    assert certificate.lower <= (certificate.upper or 0.0)
+    assert certificate.verify()
+
+
 def test_another_network_is_not_proved() -> None:
     net, tokens = gpt(), Tokens(drawn(3, 4), length=2)
     certificate = dg.certify(net, dg.collapse(net, method="parallel"), inputs=tokens)

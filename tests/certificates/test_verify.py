@@ -17,9 +17,17 @@ from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.certificates.deletion import STEEPEST as FIRST_STEEPEST
 from depthgauge.certificates.proof import ExpansionProof
-from depthgauge.certificates.verify.arb_vectors import largest, largest_eigenvalue, smaller, spectral_norm
+from depthgauge.certificates.verify.arb_vectors import (
+    column_lengths,
+    largest,
+    largest_eigenvalue,
+    length,
+    smaller,
+    spectral_norm,
+)
 from depthgauge.certificates.verify.deletion import STEEPEST
 from depthgauge.certificates.verify.lead import cubic_maximum, quadratic_form
+from depthgauge.certificates.verify.tokens import PairLead
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
@@ -137,6 +145,35 @@ def test_wide_networks(dim: int, layers: int, heads: int, method: str) -> None:
     assert c.verify()
     with pytest.raises(VerificationError, match=f"output, coordinate {c.coordinate}"):
         changed(c, upper=c.upper * (1 - 1e-6)).verify()
+
+
+@pytest.mark.parametrize("method", ["identity", "last-layer", "parallel", "mean-field", "corrected"])
+@pytest.mark.parametrize("request_", [{"radius": 1.0}, {"radius": None, "ball": 1.0}], ids=["box", "ball"])
+def test_weights_far_below_the_precision_are_proved_again(method: str, request_: dict[str, Any]) -> None:
+    """Even at 256 bits (I + V) − I is known to 1e-77 only; here V is about 1e-100."""
+    c = of_method(method, eta=1e-100, **request_)
+    assert c.upper is not None
+    assert 0 < c.lower <= c.upper < 1e-98
+    assert c.verify()
+
+
+def test_a_last_layer_without_values_is_a_deleted_one() -> None:
+    """All values are 0, so no scalings were needed or recorded for these networks of width 12."""
+    network = random_network(layers=2, heads=2, dim=12, eta=0.02, distribution="sign", causal=True)
+    with torch.no_grad():
+        for layer in network:
+            layer.value.zero_()
+    c = certified(network, closed_form(network, "last-layer"), radius=1.0)
+    assert c.methods == ("deletion",)
+    assert c.verify()
+
+
+def test_a_matrix_around_zero_has_a_length() -> None:
+    with precision(128):
+        near = arb_mat([[arb(0, 1e-40)] * 2] * 2)
+        assert 0 < length(near.entries()) < 1e-39
+        assert column_lengths(near)[0] < 1e-39
+        assert PairLead([], arb_mat([[1, 2], [3, 4]]))._centred(near) < 1e-30
 
 
 def test_proofs_that_share_layer_bounds_have_separate_scalings() -> None:

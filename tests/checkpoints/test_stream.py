@@ -294,7 +294,7 @@ def test_gauge_measures_the_same_with_streamed_weights(tmp_path: Path) -> None:
     [
         ({}, "does not sample text from the model; give --text"),
         ({"text": "TEXT", "sampled": 0.5}, "leave --sampled out"),
-        ({"text": "TEXT", "heal": 5}, "leave --heal out"),
+        ({"text": "TEXT", "recover": "4k"}, "leave --recover out"),
     ],
 )
 def test_shrink_refuses_what_streamed_weights_cannot_do(given: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ def test_tables(run: Run) -> None:
     assert outcome.code == 0
     assert "llama: 3 layers × 4 heads (2 key–value), dim 16" in outcome.out
     for word in ("TV to uniform", "What if: loss added, nats per token (intact: ", "skip block", "parallel",
-                 "Which layer score", "block influence (ShortGPT)", "as printed",
+                 "Which layer score", "block influence (ShortGPT)",
                  "→ 3 layers; skipping layer "):  # fmt: skip
         assert word in outcome.out, word
+    for word in ("η", "Theorem", "orders of magnitude"):  # of the papers: on the page and in the document
+        assert word not in outcome.out
     # On a slow machine a line of progress may stand between these two.
     said = outcome.err.splitlines()
     assert said[0].startswith("estimate: about ")
@@ -161,6 +163,7 @@ def test_weights_only(run: Run) -> None:
     assert "from the weights alone" in outcome.out
     assert "Dong's β" in outcome.out
     assert "Layer 0 on every text: 40 tokens" in outcome.out
+    assert "orders of magnitude" not in outcome.out
     assert "Layer 0, all 4 heads: can select one token. On a text of 64 tokens" in " ".join(outcome.out.split())
 
 

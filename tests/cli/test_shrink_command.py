@@ -139,7 +139,8 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
             "--effort",
             "high",
         ),
-        *("--confidence", "0.9", "--sampled", "0.25", "--window", "128", "--heal", "20", "--seed", "4", "--no-repair"),
+        *("--confidence", "0.9", "--sampled", "0.25", "--window", "128", "--recover", "2M", "--seed", "4"),
+        *("--no-repair", "--general", "web.txt"),
         *("--bos", "no", "--device-map", "auto", "--allow-pickle", "--resume", "--overwrite"),
     )
     assert outcome.code == 0, outcome.err
@@ -147,8 +148,8 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
     model, options = workflow.positional
     assert model == "model"
     assert options == ShrinkOptions(
-        text=("corpus.txt", "b.txt"), remove="25%", effort="high", confidence=0.9, sampled=0.25, window=128, heal="20",
-        seed=4, no_repair=True, bos="no", device_map="auto", allow_pickle=True,
+        text=("corpus.txt", "b.txt"), remove="25%", effort="high", confidence=0.9, sampled=0.25, window=128,
+        recover="2M", general="web.txt", seed=4, no_repair=True, bos="no", device_map="auto", allow_pickle=True,
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
     assert given.pop("ranks") == ALONE
@@ -222,9 +223,9 @@ def test_the_tables_say_what_matters(run: Run) -> None:
     assert "0.388 [0.347, 0.431]" in words
     assert "on at least 95 % of windows of 512 tokens like those of corpus.txt" in words
     assert ASSUMPTION in words
-    assert "│ prefill │ 812 ms │ 634 ms │ 0.781 │" in words
+    assert "│ prefill │ 812 ms │ 634 ms │ 0.781 [0.763, 0.8] │" in words
     assert "a new process without depthgauge loaded 23 layers" in words
-    assert "healing: 200 training steps" in words
+    assert "recovery: 2,000,000 tokens in 2 minutes (all tokens) changed the objective" in words
     assert "note: the source is a quantized GGUF file" in words
     assert "→ 23 of 30 layers are kept; guaranteed, if future windows" in words
 
@@ -359,7 +360,8 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
         ("--out s --remove 7 --from-plan plan.json", "--remove cannot be combined with --from-plan"),
         ("--from-plan plan.json --seed 3 --out s", "--seed cannot be combined with --from-plan"),
         ("--remove 7 --effort hihg --out s", "effort must be one of quick, default, high, got 'hihg'"),
-        ("--remove 7 --heal 5 --no-repair --out s", "--heal trains the weights and --no-repair keeps them"),
+        ("--remove 7 --recover 2M --no-repair --out s", "--recover trains the weights and --no-repair keeps them"),
+        ("--remove 7 --recover 2MB --out s", "recover must be a number of tokens such as 2M, a time such as 10min"),
         ("--remove 7 --confidence 2 --out s", "confidence must be a number from 0.5 to 0.9999, got 2.0"),
         ("--remove 7 --out s", "model is not a file or directory here, and it is not in the cache"),
     ],
@@ -399,7 +401,7 @@ def test_the_documentation_names_every_flag(run: Run) -> None:
 def keys_of(value: Any) -> set[str]:
     if isinstance(value, dict):
         return set(value) | {
-            key for name, v in value.items() if name not in ("files", "versions") for key in keys_of(v)
+            key for name, v in value.items() if name not in ("files", "versions", "data") for key in keys_of(v)
         }
     return {key for inner in value for key in keys_of(inner)} if isinstance(value, list) else set()
 

@@ -78,7 +78,8 @@ def test_small_weights_need_one_layer_and_large_ones_need_all():
     large = effective_depth(base, radius=1.0, tolerance=1e-2)
     assert large.layers == 5
     assert large.error == 0.0
-    assert large.network is base
+    assert large.network is not base
+    assert torch.equal(large.network[0].value, base[0].value)
 
 
 def test_networks_with_many_layers_are_searched():

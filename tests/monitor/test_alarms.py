@@ -140,8 +140,8 @@ def test_a_function(tmp_path: Path) -> None:
         ({"every": 0}, "every must be a whole number of at least 1, got 0"),
         ({"thresholds": dg.results.AlarmThresholds(rank_ratio=-1.0)}, "rank_ratio must be a positive number, got -1.0"),
         ({"thresholds": dg.results.AlarmThresholds(dead_probes=0)}, "dead_probes must be a whole number of at least 1"),
-        ({"options": dg.MonitorOptions(tokens=1)}, "tokens must be a whole number of at least 2, got 1"),
-        ({"options": dg.MonitorOptions(depth=0.1)}, "depth is measured together with the what-ifs"),
+        ({"options": dg.results.MonitorOptions(tokens=1)}, "tokens must be a whole number of at least 2, got 1"),
+        ({"options": dg.results.MonitorOptions(depth=0.1)}, "depth is measured together with the what-ifs"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:

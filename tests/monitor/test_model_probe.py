@@ -19,7 +19,9 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def probe_of(model: Any, batch: Any, log: Path, **options: Any) -> dg.results.Probe:
-    found = dg.Monitor(model, batch, 1, log, action="log", options=dg.MonitorOptions(**options)).step(0, loss=1.5)
+    found = dg.Monitor(model, batch, 1, log, action="log", options=dg.results.MonitorOptions(**options)).step(
+        0, loss=1.5
+    )
     assert found is not None
     return found
 
@@ -218,7 +220,9 @@ def test_sublayers_outside_the_table_are_derived(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("name", ["mamba", "nemotron_h", "rwkv", "zamba2"])
 def test_blocks_without_attention_are_monitored(tmp_path: Path, name: str) -> None:
     model = tiny_model(name)
-    monitor = dg.Monitor(model, tokens(8), 1, tmp_path, action="log", options=dg.MonitorOptions(what_if_every=1))
+    monitor = dg.Monitor(
+        model, tokens(8), 1, tmp_path, action="log", options=dg.results.MonitorOptions(what_if_every=1)
+    )
     probe = monitor.step(0)
     assert probe is not None
     for layer in probe.layers:

@@ -97,7 +97,7 @@ def test_a_failing_probe_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def test_what_ifs_that_fail_are_not_tried_in_every_probe(tmp_path: Path) -> None:
-    options = dg.MonitorOptions(what_if_every=3)
+    options = dg.results.MonitorOptions(what_if_every=3)
     model = tiny_llama(layers=2)
     monitor = dg.Monitor(model, probe_ids(), 1, tmp_path, action="log", options=options)
     calls = []

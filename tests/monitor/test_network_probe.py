@@ -45,7 +45,7 @@ def test_measures_agree_with_the_profile(tmp_path: Path, settings: dict[str, Any
 def test_skipping_a_layer_changes_the_output_by_this_much(tmp_path: Path) -> None:
     network = dg.random_network(layers=3, heads=2, dim=4, eta=0.3, seed=2)
     x = torch.randn(2, 5, 4, dtype=torch.float64, generator=DRAW)
-    options = dg.MonitorOptions(what_if_every=1, depth=0.05)
+    options = dg.results.MonitorOptions(what_if_every=1, depth=0.05)
     probe = dg.Monitor(network, x, 1, tmp_path, action="log", options=options).step(0)
     assert probe is not None
     with torch.no_grad():

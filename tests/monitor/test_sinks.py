@@ -61,7 +61,7 @@ def monitored(log: Path, **options: Any) -> tuple[dg.Monitor, dg.results.Probe]:
     thresholds = dg.results.AlarmThresholds(dead_update=100.0, dead_probes=1)
     monitor = dg.Monitor(
         tiny_llama(layers=2), probe_ids(), 1, log, action="log", thresholds=thresholds,
-        options=dg.MonitorOptions(**options),
+        options=dg.results.MonitorOptions(**options),
     )  # fmt: skip
     found = monitor.step(0, loss=2.5)
     assert found is not None

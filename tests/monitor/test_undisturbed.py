@@ -28,7 +28,7 @@ def run(
     prepare: Callable[[Any], Any] = lambda model: model,
     autocast: bool = False,
     accumulate: int = 1,
-    options: dg.MonitorOptions | None = None,
+    options: dg.results.MonitorOptions | None = None,
 ) -> tuple[list[float], list[torch.Tensor], float]:
     """Train a model with dropout; return the losses, the weights, and the next random number."""
     model = tiny_llama(3, layers=2, attention_dropout=0.2)
@@ -102,7 +102,7 @@ def eager(model: Any) -> Any:
 def test_losses_and_weights_are_bit_identical(tmp_path: Path, settings: dict[str, Any]) -> None:
     losses, weights, draw = run(None, **settings)
     frames = compiled_frames()
-    options = None if settings else dg.MonitorOptions(what_if_every=2, depth=0.1)
+    options = None if settings else dg.results.MonitorOptions(what_if_every=2, depth=0.1)
     same, same_weights, same_draw = run(tmp_path, **settings, options=options)
     assert compiled_frames() == frames  # nothing was compiled again because of the probes
     assert same == losses

@@ -84,7 +84,7 @@ def test_what_is_shown_is_what_was_measured(document: dict[str, Any]) -> None:
     facts = dict(checkpoint_facts(subject))
     assert facts["loss, intact"] == "3.5 nats per token"
     assert facts["heads per layer"] == "2, 1 for keys and values"
-    assert facts["from the small-weight regime"] == "about 2.4 orders of magnitude (estimate)"
+    assert facts["weights"] == "η = 0.75, about 2.4 orders of magnitude from the small-weight regime (estimate)"
 
 
 def test_the_page_is_whole_and_tame(document: dict[str, Any], tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def parts_of(document: dict[str, Any]) -> dict[str, Any]:
     ("key", "empty", "fact", "part"),
     [
         ("text", None, "text", None),
-        ("regime", None, "largest weight η", None),
+        ("regime", None, "weights", None),
         ("baseline", None, "loss, intact", None),
         ("scores", [], None, "trust"),
     ],

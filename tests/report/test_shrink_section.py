@@ -29,11 +29,11 @@ from shrink_documents import (
 from depthgauge.errors import InputError
 from depthgauge.report.page import render
 from depthgauge.report.page_parts import PagePart
-from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts
+from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts, sizes_part
 from depthgauge.report.write import write_report
 from depthgauge.results.record import ResultError
 from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
-from depthgauge.results.shrink_verdicts import shrink_verdict
+from depthgauge.results.shrink_verdicts import shrink_verdict, times_sentence
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -65,14 +65,14 @@ def test_the_stack_shows_every_block_before_and_after() -> None:
     before, after = strip["z"]
     assert [layer for layer, state in enumerate(before) if state == 2] == DOCUMENT["removed"]
     kept = [layer for layer in range(30) if layer not in DOCUMENT["removed"]]
-    assert [before[layer] for layer in kept] == [1] * 23 == after[:23]  # healing changes all of them
+    assert [before[layer] for layer in kept] == [1] * 23 == after[:23]  # the recovery changes all of them
     assert after[23:] == [None] * 7
     # The eleventh block of the smaller model is block 11 of the source, because block 10 was removed.
     assert strip["hovertext"][1][10].startswith("layer 10 of the smaller model<br>layer 11 of the source")
     assert [entry["name"] for entry in legend] == ["kept, repaired", "removed"]
     assert part.table.rows[11] == (11, "kept, repaired", 10)
     assert part.table.rows[12] == (12, "removed", None)
-    (strip, *_) = traces(parts_of(copy.deepcopy(DOCUMENT) | {"heal": None})["stack"])
+    (strip, *_) = traces(parts_of(copy.deepcopy(DOCUMENT) | {"recovery": None})["stack"])
     assert [layer for layer, state in enumerate(strip["z"][0]) if state == 0] == list(range(9))
 
 
@@ -150,8 +150,14 @@ def test_without_a_guarantee_the_page_says_so() -> None:
 
 def test_costs_repair_and_search_are_those_of_the_record() -> None:
     parts = parts_of(DOCUMENT)
-    assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", 0.6344 / 0.8121)
+    assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", "0.781 [0.763, 0.8]")
     assert parts["costs"].table_open
+    assert parts["costs"].caption.endswith(f" {times_sentence(check_shrink(DOCUMENT))}")
+    document = copy.deepcopy(DOCUMENT)
+    document["speed"] |= {"prefill": None, "what": "prefill: no number"}
+    costs = parts_of(document)["costs"]
+    assert [row[0] for row in costs.table.rows] == ["parameters", "size on disk", "memory", "decode, per token"]
+    assert costs.caption.endswith(": prefill: no number.")
     bare, repaired = traces(parts["candidates"])
     assert bare["x"] == [one["increase"] for one in PLAN["candidates"]]
     assert repaired["x"] == [one["repaired"] for one in PLAN["candidates"]]
@@ -159,8 +165,15 @@ def test_costs_repair_and_search_are_those_of_the_record() -> None:
         "Repair by distillation: the objective on the selection windows went from 3.95" in parts["candidates"].caption
     )
     assert [row[1] for row in parts["search"].table.rows] == [step["layer"] for step in PLAN["search"]]
-    assert "Healing: 200 training steps" in parts["notes"].caption
+    assert "Recovery: 2,000,000 tokens in 2 minutes" in parts["notes"].caption
+    assert [row[0] for row in parts["recovery"].table.rows] == [0, 1_000_000, 2_000_000]
     assert ("torch", "2.8.0") in parts["notes"].table.rows
+
+
+def test_every_size_has_the_interval_of_its_speed() -> None:
+    part = sizes_part([check_shrink(DOCUMENT), check_shrink(with_limit() | {"speed": None})])
+    assert part.table.columns[5:7] == ("prefill time", "decode time")
+    assert [row[5:7] for row in part.table.rows] == [("0.781 [0.763, 0.8]", "0.773 [0.75, 0.797]"), (None, None)]
 
 
 def test_facts_say_what_it_is_and_on_what() -> None:
@@ -348,7 +361,7 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
     page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
-    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-candidates"]
+    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-candidates", "s0-recovery"]
     boxes = page.eval_on_selector_all(
         "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
     )

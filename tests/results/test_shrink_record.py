@@ -26,12 +26,13 @@ from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import SHRINK_ADVICE, PlanRecord, ShrinkRecord, check_shrink, read_plan
 from depthgauge.results.shrink_verdicts import (
+    cost_columns,
     guarantee_sentences,
     objective_label,
-    shrink_costs,
     shrink_verdict,
     shrink_warnings,
     stack_picture,
+    times_sentence,
 )
 
 DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -45,7 +46,8 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 # Keys that may be missing: they have a default, and every option has one.
 OPTIONAL = re.compile(
     r"(plan\.)?(settings\..*|search|candidates|files\..*)|plan\.schema|guarantee\.(limit|tested)|speed\.(\w+_\w+|what)|"
-    r"versions\..*|stages|durations(\..*)?|(plan\.)?hub|evaluation|accuracy|reload\.(program|source_difference)"
+    r"versions\..*|stages|durations(\..*)?|(plan\.)?hub|evaluation|accuracy|"
+    r"recovery(\.data\..*)?|reload\.(program|source_difference)"
 )
 
 
@@ -93,7 +95,7 @@ def test_a_plan_can_be_read_from_both_kinds_of_file(tmp_path: Path) -> None:
     assert isinstance(plan, PlanRecord)
     assert plan == read_plan(tmp_path / "depthgauge.json") == read_shrink(tmp_path / "depthgauge.json").plan
     assert plan.settings == ShrinkOptions(
-        remove="7", confidence=0.95, effort="default", heal="200", text=("corpus.txt", "more text.txt"),
+        remove="7", confidence=0.95, effort="default", recover="2M", text=("corpus.txt", "more text.txt"),
         sampled=0.5, window=512, bos="auto", seed=0, dtype="float32", device="cpu",
     )  # fmt: skip
     (tmp_path / "again.json").write_text(plan.dump(), encoding="utf-8")
@@ -220,7 +222,7 @@ def test_unknown_keys_are_ignored() -> None:
 
 
 def test_options_accept_one_text_and_a_whole_number() -> None:
-    options = make_shrink_options(ShrinkOptions(seed=3), {"text": Path("a.txt"), "remove": 7, "heal": None})
+    options = make_shrink_options(ShrinkOptions(seed=3), {"text": Path("a.txt"), "remove": 7, "recover": None})
     assert options == ShrinkOptions(seed=3, text=("a.txt",), remove="7")
     assert options.given() == {"seed": 3, "text": ("a.txt",), "remove": "7"}
     with pytest.raises(InputError, match=r"option of shrink must be one of .* did you mean 'remove'"):
@@ -284,6 +286,8 @@ def test_documents_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert record.plan.settings.confidence == ShrinkOptions().confidence
     assert record.to_json()["guarantee"] == old["guarantee"]
     assert guarantee_sentences(record) == guarantee_sentences(now)
+    assert cost_columns(record)["after ÷ before"][3:] == ["0.781", "0.773"]
+    assert times_sentence(record).startswith("Times: prefill of ")
     (tmp_path / "plan.json").write_text(json.dumps(old["plan"]))
     assert read_plan(tmp_path / "plan.json") == now.plan
 
@@ -372,10 +376,10 @@ def test_a_damaged_model_is_called_damaged() -> None:
     assert shrink_warnings(check_shrink(document)) == ()
     document["texts"][2]["increase"] = 1.3
     document["texts"][0]["increase"] = document["texts"][1]["increase"] = 0.4
-    document["heal"] = None
+    document["recovery"] = None
     (found,) = shrink_warnings(check_shrink(document))
     assert "more than 3 times as much as on your text" in found
-    assert found.endswith("remove fewer blocks, or train it with --heal auto")
+    assert found.endswith("remove fewer blocks, or train it with --recover 2M")
     document["texts"][2]["increase"] = 0.4
     document["guarantee"]["quantile"]["increase"] = 1.5
     (found,) = shrink_warnings(check_shrink(document))
@@ -402,14 +406,31 @@ def test_the_picture_names_every_kept_block_once_and_marks_the_others(removed: t
 
 
 def test_costs_are_those_of_the_document() -> None:
-    costs = {cost.name: cost for cost in shrink_costs(check_shrink(DOCUMENT))}
-    assert list(costs) == ["parameters", "size on disk", "memory", "prefill", "decode, per token"]
-    assert costs["parameters"].text(costs["parameters"].after) == "109,741,248"
-    assert costs["memory"].text(costs["memory"].before) == "546 MB"
-    assert costs["prefill"].ratio == pytest.approx(0.6344 / 0.8121)
-    assert [cost.name for cost in shrink_costs(check_shrink(encoder()))] == ["parameters", "size on disk", "prefill"]
-    assert shrink_costs(check_shrink(limit_not_reached())) == ()
+    def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+        return list(zip(*cost_columns(check_shrink(document)).values(), strict=True))
+
+    assert rows(DOCUMENT) == [
+        ("parameters", "134,515,008", "109,741,248", "0.816"),
+        ("size on disk", "538 MB", "439 MB", "0.816"),
+        ("memory", "546 MB", "445 MB", "0.815"),
+        ("prefill", "812 ms", "634 ms", "0.781 [0.763, 0.8]"),
+        ("decode, per token", "41.1 ms", "31.8 ms", "0.773 [0.75, 0.797]"),
+    ]
+    assert [row[0] for row in rows(encoder())] == ["parameters", "size on disk", "prefill"]
+    assert cost_columns(check_shrink(limit_not_reached())) == {}
     document = copy.deepcopy(DOCUMENT)
     document["speed"] = {"prefill": 1.25, "decode": None}
-    (prefill,) = [cost for cost in shrink_costs(check_shrink(document)) if cost.name == "prefill"]
-    assert (prefill.before, prefill.after, prefill.ratio) == (None, None, 0.8)
+    assert rows(document)[3:] == [("prefill", "–", "–", "0.8")]  # of an early version: no times, and no interval
+
+
+def test_times_that_did_not_settle_are_a_sentence_and_no_number() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    assert times_sentence(check_shrink(document)) == (
+        "Times, with the 95 % interval of their ratio: prefill of 512 tokens in 16 pairs of runs, decode of one token "
+        "at a time in 64 pairs of runs, on cpu."
+    )
+    document["speed"] = {"prefill": None, "decode": None, "what": "prefill of 8 tokens: no number, on cpu"}
+    record = check_shrink(document)
+    assert [*cost_columns(record)["cost"]] == ["parameters", "size on disk", "memory"]
+    assert times_sentence(record) == "Times: prefill of 8 tokens: no number, on cpu."
+    assert times_sentence(check_shrink(document | {"speed": None})) == ""

@@ -52,7 +52,8 @@ def test_undecided_claims_nothing() -> None:
 def test_one_layer_leaves_nothing_to_decide() -> None:
     verdict = network_verdict(1, 1.0, [row(0.1, 1, "proved")], 0.1)
     assert verdict == "1 layer; there is no shallower network to compare with"
-    assert checkpoint_verdict(1, "loss", {}, (), None) == "1 layer"
+    assert checkpoint_verdict(1, "loss", {}, ()) == "1 layer"
+    assert checkpoint_verdict(1, "loss", {}, (), measured=False) == "1 layer; only the weights were measured"
 
 
 def test_not_defined() -> None:
@@ -90,7 +91,7 @@ def test_a_score_is_only_best_if_it_predicts_anything() -> None:
             ScoreTrust(score=name, what_if="block", spearman=value, layers=3)
             for name, value in zip(names, correlations, strict=True)
         ]
-        return checkpoint_verdict(3, "loss", {}, trust, None)
+        return checkpoint_verdict(3, "loss", {}, trust)
 
     assert verdict(0.4, -1.0) == "3 layers; the best layer score is block influence (ShortGPT) (rank correlation 0.40)"
     assert verdict(-0.5, -0.8) == (

@@ -63,7 +63,7 @@ def run(
     monitor = None
     if log is not None:
         probe = next(batches(50 + rank, batch=1))  # a different one in each process
-        options = dg.MonitorOptions(what_if_every=2, depth=0.1, tensorboard=tensorboard)
+        options = dg.results.MonitorOptions(what_if_every=2, depth=0.1, tensorboard=tensorboard)
         thresholds = dg.results.AlarmThresholds(dead_probes=1)
         monitor = dg.Monitor(trained, probe, 1, log, action=action, options=options, thresholds=thresholds)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)

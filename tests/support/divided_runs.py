@@ -1,7 +1,7 @@
 """Runs that several processes divide: `python divided_runs.py FOLDER` in each of them, started as torchrun does.
 
 Process RANK writes what it has found to FOLDER/COUNT-RANK.json. `python divided_runs.py shrink …` is the command line,
-with as few training steps as the tests have.
+with as few training steps, and as little time for measuring the speed, as the tests have.
 """
 
 import json
@@ -19,13 +19,14 @@ from depthgauge._ranks import ALONE, Ranks
 from depthgauge.cli.main import main as command_line
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError
+from depthgauge.surgery import speed
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.gauge import gauge
 from depthgauge.workflows.shrink import shrink
 from depthgauge.workflows.shrink_run import ShrinkRun
 
 SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick"}
-HEAL = "60"
+RECOVER = "60k"
 
 
 def started(count: int, *command: str) -> list[tuple[int, str, str]]:
@@ -63,7 +64,7 @@ def found(folder: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     if ranks.count < 3:
         limit = {"no_repair": True, "remove": None, "max_increase": 2.0}
         made["limited"] = shrink(folder / "model", **keywords | limit).to_json()
-        made["healed"] = shrink(folder / "model", heal=HEAL, **keywords).to_json()
+        made["recovered"] = shrink(folder / "model", recover=RECOVER, **keywords).to_json()
     return made
 
 
@@ -98,6 +99,7 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     EFFORT["quick"] = replace(EFFORT["quick"], steps=STEPS)  # type: ignore[index]
+    speed.SECONDS = 0.1
     if sys.argv[1] == "shrink":
         command_line()
     else:

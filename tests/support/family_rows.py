@@ -17,7 +17,7 @@ from tiny_vision import save_images, save_processor
 import depthgauge as dg
 from depthgauge.checkpoints.library import quiet
 from depthgauge.errors import DepthgaugeError
-from depthgauge.surgery import student, verify
+from depthgauge.surgery import speed, student, verify
 
 WINDOW, SAMPLES, NO = 16, 73, "–"
 # What a refusal or a note may say, and how the table says it.
@@ -96,10 +96,14 @@ def known_reason(message: str) -> str:
 
 @contextmanager
 def quick_shrinks() -> Iterator[None]:
-    """Let `shrink` take few windows and steps, and check what it wrote in a forked process."""
+    """Let `shrink` take few windows, few steps and little time, and check what it wrote in a forked process."""
     few = student.Effort(8, 6, 20, 4, 4, 0, 1, 6, 64, window=WINDOW)
     forking = type("Forking", (), {"Popen": ForkedScript, "PIPE": None, "DEVNULL": None})
-    with patch.dict(student.EFFORT, quick=few), patch.object(verify, "subprocess", forking):
+    with (
+        patch.dict(student.EFFORT, quick=few),
+        patch.object(verify, "subprocess", forking),
+        patch.object(speed, "SECONDS", 0.1),
+    ):
         yield
 
 

@@ -61,7 +61,7 @@ def write_log(
         name=name, architecture="LlamaForCausalLM", objective=objective, layers=LAYERS, heads=(HEADS,) * LAYERS,
         parameters=12345, dtype="float32", device="cpu", sequences=2, tokens=32,
     )  # fmt: skip
-    options = dg.MonitorOptions(what_if_every=2, depth=0.1)
+    options = dg.results.MonitorOptions(what_if_every=2, depth=0.1)
     settings = MonitorSettings(every=every, options=options, thresholds=dg.results.AlarmThresholds())
     head = MonitorRun(version="0", model=model, settings=settings, **run)
     (folder / "run.json").write_text(head.dump(), encoding="utf-8")

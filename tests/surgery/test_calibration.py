@@ -169,8 +169,9 @@ def test_without_text_everything_is_sampled(decoder: Checkpoint, tokenizer: Any)
     letters = Letters()
     read = of(prepare(decoder, letters, []), "certify", "built-in")
     known = letters(built_in())["input_ids"]
-    first = [known[15 * i : 15 * i + 15] for i in range(parts.BUILT_IN_WINDOWS)]
-    assert sorted(read[:, 1:].tolist()) == sorted(first)
+    middle = -(-(len(known) // 15) // 2)  # the first half is not evaluated, because a recovery may continue it
+    expected = [known[15 * i : 15 * i + 15] for i in range(middle, middle + parts.BUILT_IN_WINDOWS)]
+    assert sorted(read[:, 1:].tolist()) == sorted(expected)
     assert len(of(made, "certify", "text")) == 0
 
 

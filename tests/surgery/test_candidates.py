@@ -11,7 +11,11 @@ from trained_models import objective_of, sequences, trained_model
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import wrap
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.recovery import recover_model
+from depthgauge.recovery.distillation import STEP_TOKENS
+from depthgauge.recovery.recover_model import Recovery
+from depthgauge.recovery.training_data import RecoveryData
+from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import candidates as module
 from depthgauge.surgery import distill as training
 from depthgauge.surgery.candidates import Candidates, difference
@@ -36,7 +40,7 @@ def test_no_alternative_is_better_than_what_is_written(name: str) -> None:
             assert shrinker.dense < 0.8 * math.log(32)  # it has learned something
         shrinker.remove_until(COUNT)
         sets = shrinker.sets(COUNT)
-        made = make_model(Candidates(shrinker, 0), sets, ShrinkOptions(remove="2"), None)
+        made = make_model(Candidates(shrinker, 0), sets, None)
         written = objective_of(shrinker, made.model)
         assert written == pytest.approx(made.objective, rel=1e-4)
         chosen = next(one for one in made.candidates if one.chosen)
@@ -140,18 +144,28 @@ def test_the_weights_of_the_dense_model_are_put_back() -> None:
     with shrinker_of(model) as shrinker:
         Candidates(shrinker, 0).choose({"one": (1,), "two": (2,)})
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-        make_model(Candidates(shrinker, 0), {"one": (1,)}, ShrinkOptions(remove="1", heal="3"), None)
+        make_model(Candidates(shrinker, 0), {"one": (1,)}, None, recovery=recovery_of(shrinker, 3))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("heal", ["10", "auto"])
-def test_healing_is_kept_only_if_it_helps(heal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthgauge.surgery.shrunk_model.ROUND", 10)
-    monkeypatch.setattr("depthgauge.surgery.shrunk_model.MOST_ROUNDS", 3)
+@pytest.mark.parametrize("rate", [1.0, 1000.0])
+def test_a_recovery_is_kept_only_if_it_helps(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The written model is what the record says, whether the trained weights are in it or those of the repair."""
+    usual = recover_model.usual_rate
+    monkeypatch.setattr(recover_model, "usual_rate", lambda weights: rate * usual(weights))
     with shrinker_of(trained_model("llama")) as shrinker:
-        settings = ShrinkOptions(remove="1", heal=heal)
-        made = make_model(Candidates(shrinker, 0), {"one": (2,)}, settings, None)
-        assert made.heal is not None
+        made = make_model(Candidates(shrinker, 0), {"one": (2,)}, None, recovery=recovery_of(shrinker, 20))
+        assert made.recovery is not None
+        assert made.recovery.kept == (rate == 1.0)
         assert objective_of(shrinker, made.model) == pytest.approx(made.objective, rel=1e-4)
-        assert made.heal.kept == (made.heal.steps % 10 == 0 and made.objective < (made.heal.before or 0))
-        assert made.heal.steps in ((10,) if heal == "10" else (10, 20, 30))
+        expected = made.recovery.after if made.recovery.kept else made.recovery.before
+        assert made.objective == pytest.approx(expected, rel=1e-4)
+
+
+def recovery_of(shrinker: Shrinker, steps: int) -> Recovery:
+    """Return a training on windows that the shrinker has not seen."""
+    windows = sequences(8, 400)
+    amount = Amount(tokens=steps * STEP_TOKENS)
+    return Recovery(
+        RecoveryData(windows, len(windows), {"more": windows.numel()}), shrinker.select.inputs, None, amount, 0
+    )

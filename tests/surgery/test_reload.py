@@ -26,7 +26,6 @@ from depthgauge.errors import InputError, VerificationError
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery import verify
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.verify import tolerance_of, verify_reload
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on some CPUs
@@ -285,45 +284,6 @@ def test_a_process_that_fails_is_reported(written: Written, monkeypatch: pytest.
         verify_reload(written.folder / "llama", tokens(13), written.models["llama"])
     with pytest.raises(InputError, match="at least one window must be compared"):
         verify_reload(written.folder / "llama", tokens(13)[:0], written.models["llama"])
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
-
-
-def test_speed_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch, written: Written) -> None:
-    import depthgauge.surgery.speed as module
-
-    before, after = layered_model("llama", dtype=torch.float32), written.models["llama"]
-    order, run = [], module._run
-
-    def noted(checkpoint: Any, *others: Any) -> Any:
-        order.append(checkpoint.layers)
-        return run(checkpoint, *others)
-
-    monkeypatch.setattr(module, "_run", noted)
-    speed, memory, kind = compare_speed(before, after, tokens(10, batch=1), repeats=3, new_tokens=4)
-    assert order == [6, 3] * 4  # one warm-up each
-    assert speed.prefill == speed.prefill_before / speed.prefill_after
-    assert speed.decode == speed.decode_before / speed.decode_after
-    assert 0.3 < speed.prefill < 10
-    # Weights and buffers in float32; a cache of 14 tokens with 2 heads of width 4 for keys and values in 3 layers.
-    held = sum(t.numel() for t in (*after.parameters(), *after.buffers())) * 4
-    assert memory.after == held + 3 * 2 * 14 * 2 * 4 * 4
-    assert kind == "weights and key–value cache; activations are not included"
-
-
-def test_the_window_leaves_room_for_new_tokens(written: Written) -> None:
-    model = written.models["gpt2"]
-    speed, _, _ = compare_speed(model, model, tokens(64, batch=1), repeats=1, new_tokens=8)
-    assert speed.what.startswith("56 tokens, then 8 new tokens, on ")
-
-
-def test_encoders_have_no_decode_time(written: Written) -> None:
-    model = written.models["distilbert"]
-    speed, _, kind = compare_speed(model, model, tokens(10, batch=1), repeats=2, new_tokens=4)
-    assert speed.decode is None
-    assert speed.decode_after is None
-    assert kind == "weights; activations are not included"
 
 
 def test_weight_bytes_are_those_of_the_files(written: Written) -> None:

@@ -29,7 +29,7 @@ from depthgauge.checkpoints.load import Placement, load_config, load_model, load
 from depthgauge.checkpoints.source import Source, find
 from depthgauge.errors import InputError, OutputError
 from depthgauge.results.shrink_record import check_shrink
-from depthgauge.results.shrink_verdicts import guarantee_sentences
+from depthgauge.results.shrink_verdicts import guarantee_sentences, texts_caption, times_sentence
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
@@ -401,20 +401,18 @@ def test_the_model_card_says_what_was_done() -> None:
     assert yaml.safe_load(front) == {
         "base_model": "org/Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
     }  # fmt: skip
-    assert record.loss.dense is not None
-    assert record.loss.shrunk is not None
-    assert record.speed is not None
     for part in (f"removed {len(record.removed)} of the {record.layers_before} layers", "(counted from 0)",
                  ranges(sorted(record.removed)), "were repaired: ", "trained for 200 steps",
-                 f"{record.loss.dense:.3g} before, {record.loss.shrunk:.3g} after",
-                 "| corpus.txt | abababababababab… | 0.401 |",
+                 "| your text (corpus.txt) | 80 | 3.51 | 3.91 | 0.401 [0.36, 0.445] | abababababababab… |",
+                 texts_caption(record), times_sentence(record),
                  *guarantee_sentences(record), f"{record.parameters.after:,} parameters instead of",
-                 f"{record.speed.prefill:.3g}", f"{record.speed.decode:.3g}", "dequantized",
+                 "| prefill | 812 ms | 634 ms | 0.781 [0.763, 0.8] |", "dequantized",
                  "    depthgauge shrink Smol: 'one'.gguf --from-plan depthgauge.json"):  # fmt: skip
         assert part in body, part
     assert "/somewhere" not in card
     bare = encoder() | {"guarantee": None, "repaired": False}
     plain = model_card(check_shrink(bare), None)
+    assert "| your text (corpus.txt) | 120 | 0.313 [0.291, 0.334] | abababababababab… |" in plain
     assert "The remaining weights are unchanged." in plain
     assert "Relative change of the final states" in plain
     for missing in ("## Guarantee", "None", "base_model", "trained", "dequantized", "generation"):

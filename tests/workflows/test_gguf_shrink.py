@@ -56,6 +56,11 @@ def test_a_repaired_model_as_gguf(
     assert record.bytes.after == Path("smaller.gguf").stat().st_size
     assert record.reload is not None
     assert (record.reload.program, record.reload.layers) == ("llama.cpp", 3)
+    # The speed is that of the files in llama.cpp, and not of float32 in transformers.
+    assert record.memory is None
+    assert record.speed is not None
+    assert "in llama.cpp with 1 thread" in record.speed.what
+    assert not any(note.startswith("memory") for note in record.notes)
     assert any("of the type Q4_K are written as Q8_0" in note for note in record.notes)
     assert json.loads(Path("smaller.depthgauge.json").read_text()) == json.loads(out)
     source, made = tensors(model), tensors(Path("smaller.gguf"))
@@ -89,7 +94,7 @@ def test_several_sizes_and_a_missing_llama(
     assert code == 0, err
     for document, count in zip(json.loads(out), (1, 2), strict=True):
         assert document["out"] == f"s-{count}.gguf"
-        assert document["reload"] is None
+        assert document["reload"] is document["speed"] is document["memory"] is None
         assert any("not run in llama.cpp, which is not installed" in note for note in document["notes"])
         assert any("byte for byte" in note for note in document["notes"])
     assert sorted(path.name for path in Path().iterdir()) == [

@@ -29,11 +29,14 @@ from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.recovery.distillation import STEP_TOKENS, Trained, distil
+from depthgauge.recovery.recover_model import Recovery
+from depthgauge.recovery.training_data import RecoveryData
+from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import repair
 from depthgauge.surgery.candidates import Candidates, put_weights
 from depthgauge.surgery.shrinker import Shrinker
-from depthgauge.surgery.shrunk_model import _heal
+from depthgauge.surgery.shrunk_model import _recover
 from depthgauge.surgery.student import EFFORT
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
@@ -255,8 +258,16 @@ def test_the_training_repairs_all_output_maps(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("stack", "removed"), [("decoder", (1,)), ("both", (1, 5))])
-def test_a_healed_t5_keeps_its_position_biases(stack: str, removed: tuple[int, ...], place: Path) -> None:
+def test_a_recovered_t5_keeps_its_position_biases(
+    stack: str, removed: tuple[int, ...], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are weights of block 0 that all blocks read; what the other blocks were given would not follow them."""
+
+    def gaining(*arguments: Any, **keywords: Any) -> Trained:
+        made = distil(*arguments, **keywords)
+        return replace(made, before=made.before + 100)  # so that it is kept
+
+    monkeypatch.setattr("depthgauge.recovery.recover_model.distil", gaining)
     model, samples = paired_model("t5"), samples_of(place, "t5", 12)
     checkpoint = derived(with_stack(wrap(model), stack), samples)
     shrinker = Shrinker(checkpoint, samples[:8], samples[8:], effort=EFFORT["quick"])
@@ -264,8 +275,10 @@ def test_a_healed_t5_keeps_its_position_biases(stack: str, removed: tuple[int, .
     assert shrinker.runner.shared == {*biases}
     shrinker.keep_all_but(removed)
     before = [weight.detach().clone() for weight in biases]
-    losses, healed = _heal(shrinker, removed, torch.full((4,), 100.0).double(), ShrinkOptions(heal="3"))
-    assert healed.kept
+    data = RecoveryData(samples[:8], 8, {"pairs": samples[:8].main.numel()})
+    recovery = Recovery(data, samples[8:], None, Amount(tokens=3 * STEP_TOKENS), 0)
+    losses, record = _recover(shrinker, removed, shrinker.losses(), recovery)
+    assert record.kept
     assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
     assert objective_of(shrinker, shrinker.model()) == pytest.approx(float(losses.mean()), rel=1e-5)
 

@@ -256,12 +256,6 @@ def test_without_text_the_samples_are_used(llama: Path) -> None:
     assert {source.kind for source in record.plan.calibration.sources} == {"sampled", "built-in"}
 
 
-def test_healing_is_kept_only_if_it_helps(llama: Path, text: Path) -> None:
-    record = quick(llama, text, remove=1, heal=4).record
-    assert record.heal is not None
-    assert not record.heal.kept or record.heal.after < record.heal.before
-
-
 def test_a_model_in_memory_is_left_as_it_was(llama: Path, text: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -292,12 +286,12 @@ BAD = {
     "sizes": ({"sizes": "1;2"}, "sizes must be numbers of blocks"),
     "bytes": ({"max_bytes": "much"}, "max-bytes must be a size"),
     "few bytes": ({"max_bytes": "1kB"}, "max-bytes 1 kB is too small"),
-    "steps": ({"remove": 1, "heal": "often"}, "positive number of training steps, or auto"),
     "negative limit": ({"max_increase": -1.0}, "max-increase must be a positive number"),
     "confidence": ({"remove": 1, "confidence": 2.0}, "confidence must be a number"),
     "effort": ({"remove": 1, "effort": "huge"}, "effort must be one of quick, default, high"),
     "removed options": ({"remove": 1, "objective": "kl"}, "option of shrink must be one of"),
-    "healing": ({"remove": 1, "heal": 3, "no_repair": True}, "leave one of them out"),
+    "recovery": ({"remove": 1, "recover": "4k", "no_repair": True}, "leave one of them out"),
+    "general": ({"remove": 1, "general": "none", "recover": "off"}, "leave --general out"),
     "option": ({"remove": 1, "sample": 3}, "did you mean 'sampled'"),
     "window": ({"remove": 1, "window": 1000}, "window must be at most"),
     "resume": ({"remove": 1, "resume": True}, "--resume needs the output"),

@@ -18,7 +18,7 @@ from depthgauge.surgery import part_costs
 from depthgauge.surgery.part_costs import PartCosts, few_blocks, measure_costs, update_time
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import expect_shrink
-from depthgauge.workflows.shrink_estimate import ShrinkJob, heal_advice, heal_windows, needed_bytes, time_left, work_of
+from depthgauge.workflows.shrink_estimate import ShrinkJob, needed_bytes, time_left, work_of
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, samples=10, sample_tokens=128)
 COSTS = PartCosts(
@@ -57,8 +57,6 @@ def test_every_model_is_measured_and_the_dense_model_once() -> None:
         more = sum(parts_of(replace(job, certify=67), heads).values()) - sum(parts_of(job, heads).values())
         assert more == pytest.approx(7 * (len(counts) + 1))
         assert parts_of(replace(job, task_tokens=2560), heads)["tasks"] == pytest.approx(10 * (len(counts) + 1))
-    # 2 of the 48 fit windows in each step
-    assert parts_of(replace(JOB, healed=10), heads)["healing"] == heal_windows(10, JOB.effort, 256) == 10 * 2 * 3.5
 
 
 def test_samples_are_drawn_together() -> None:
@@ -68,8 +66,8 @@ def test_samples_are_drawn_together() -> None:
 
 
 def test_a_streamed_run_reads_the_weights_in_every_pass_and_trains_nothing() -> None:
-    resident, work = (work_of(replace(JOB, healed=10, streams=streams), COSTS) for streams in (False, True))
-    assert {*resident} - {*work} == {"calibration windows", "healing", "speed"}
+    resident, work = (work_of(replace(JOB, streams=streams), COSTS) for streams in (False, True))
+    assert {*resident} - {*work} == {"calibration windows", "speed"}
     assert work["repair and comparison"].heads < resident["repair and comparison"].heads
     dense = work["dense model"]
     assert dense.streamed(COSTS) - dense.resident(COSTS) == pytest.approx(2 * 2.0)  # windows to fit, and to select
@@ -81,8 +79,6 @@ def test_training_in_main_memory_takes_time_and_no_memory_of_the_gpu(monkeypatch
     name, trained = "repair and comparison", 0.75 * 0.35 * 900  # weights in output maps of the kept blocks
     slow = replace(JOB, update=0.5)
     assert parts_of(slow)[name] - parts_of(JOB)[name] == pytest.approx(JOB.effort.steps * 0.5 * 0.6 * trained)
-    healed = [parts_of(replace(job, healed=10))["healing"] for job in (slow, JOB)]
-    assert healed[0] - healed[1] == pytest.approx(10 * 0.5 * 0.75 * 900)
     assert work_of(replace(slow, streams=True), COSTS) == work_of(replace(JOB, streams=True), COSTS)
     much = replace(COSTS, room=10**9)
     there, elsewhere = (needed_bytes(job, much, "cuda") for job in (JOB, slow))
@@ -130,10 +126,6 @@ def test_the_time_left_follows_what_the_first_parts_took() -> None:
     parts = {"loading": 10.0, "dense model": 20.0, "search": 30.0, "speed": 10.0}
     expected = EstimateRecord(name="m", parts=parts, device="cpu", dtype="float32", **sizes)
     assert time_left(expected, {"loading": 20.0, "dense model": 40.0, "estimate": 5.0}) == "about 80 seconds left"
-
-
-def test_the_advice_about_healing_says_what_it_would_cost() -> None:
-    assert heal_advice(200, 90.0).startswith("--heal 200 would train the kept blocks for about 2 minutes more")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "bert", "mixtral"])

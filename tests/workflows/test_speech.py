@@ -114,7 +114,7 @@ def test_shrink_writes_a_smaller_model(
         sum(LAYERS.values()) - 2 if stack == "both" else LAYERS[stack] - 1,
     )
     assert record["reload"]["generation"] == "equal with and without cache"
-    assert record["speed"]["what"] == "1 recording, on cpu"
+    assert re.match(r"prefill of \d+ inputs? in \d+ pairs? of runs", record["speed"]["what"])
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / "whisper", out))
     stacks = [*LAYERS] if stack == "both" else [stack]
     assert {key for key in before if before[key] != after.get(key)} - {"transformers_version"} <= {

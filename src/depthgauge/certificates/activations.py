@@ -23,10 +23,9 @@ and so does its slope, because |z|Φ(−|z|) ≤ φ(8) and |z|φ(z) ≤ 8φ(8) <
 
 
 def activation_and_slope(z: Enclosure, activation: str) -> tuple[Enclosure, Enclosure]:
-    """Enclose act(z) and act'(z). The slope of ReLU is that of the midpoint; the caller allows for a change of sign."""
-    is_positive = (z.mid > 0).to(torch.float64)
+    """Enclose act(z) and act'(z). The slope of ReLU is 1 where z > 0 is certain; the caller allows for other signs."""
     if activation == "relu":
-        return Enclosure(z.mid.clamp(min=0.0), z.rad), Enclosure.exact(is_positive)
+        return Enclosure(z.mid.clamp(min=0.0), z.rad), Enclosure.exact((z.lower() > 0).to(torch.float64))
     nodes, index = torch.unique((z.mid.clamp(-FAR, FAR) / STEP).round(), return_inverse=True)
     value, slope, bent = (Enclosure(e.mid[index], e.rad[index]) for e in _gelu_at(nodes * STEP))
     # Taylor around the node, |δ| ≤ STEP/2, with remainders |gelu'''|δ²/2 and |gelu'''||δ|³/6.
@@ -34,7 +33,7 @@ def activation_and_slope(z: Enclosure, activation: str) -> tuple[Enclosure, Encl
     near = value + moved * (slope + moved * bent * 0.5), slope + moved * bent
     beyond = z.mid.abs() > FAR
     rests = THIRD * STEP**3 / 48, THIRD * STEP**2 / 8
-    far = z.mid.clamp(min=0.0), is_positive
+    far = z.mid.clamp(min=0.0), (z.mid > 0).to(torch.float64)
     made = []
     for one, rest, limit, steepness in zip(near, rests, far, (STEEPEST[activation], CURVATURE), strict=True):
         rad = torch.where(beyond, TAIL, add_up(one.rad, 1.01 * rest))  # 1.01 covers the rounding of `rest`

@@ -35,7 +35,7 @@ class Certificate(UpperBound):
     Certificates compare by identity.
 
     Attributes:
-        upper: the proved bound, rounding errors included; None if no finite bound was found.
+        upper: the proved bound on exact outputs, with the rounding of the proof; None if no finite bound was found.
         methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel" or "deletion".
         notes: remarks on the upper bound.
         share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
@@ -43,7 +43,7 @@ class Certificate(UpperBound):
         lost_at: the layer at which the upper bound became infinite, or None.
         seconds: the time of the upper bound.
         proof: what `verify` needs to prove the upper bound again.
-        comparison: the networks S and S' in the precision in which the bounds were proved, the set, and the tokens.
+        comparison: copies of S and S' in the precision in which the bounds were proved, the set, and the tokens.
         lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
         witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
         attack_seconds: the time of the lower bound.
@@ -61,12 +61,12 @@ class Certificate(UpperBound):
 
     @property
     def network(self) -> SelfAttentionNetwork:
-        """S, in float64 on the CPU."""
+        """A copy of S, in float64 on the CPU."""
         return self.comparison.network
 
     @property
     def surrogate(self) -> SelfAttentionNetwork:
-        """S', in float64 on the CPU."""
+        """A copy of S', in float64 on the CPU."""
         return self.comparison.surrogate
 
     @property
@@ -148,8 +148,8 @@ def certify(
 ) -> Certificate:
     """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
 
-    Give exactly one of `radius`, `ball` and `inputs`. The upper bound is a proof, rounding errors included. The lower
-    bound is attained at an input that a search finds.
+    Give exactly one of `radius`, `ball` and `inputs`. The upper bound is proved for exact outputs, with the
+    rounding of the proof. The lower bound is attained at an input that a search finds.
 
     Args:
         network: S.
@@ -184,7 +184,7 @@ def certify(
     chosen = check_request(network, surrogate, radius, ball, inputs, tokens, effort)
     require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
     require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
-    comparison = Comparison(_plain(network), _plain(surrogate), chosen, tokens)
+    comparison = Comparison(_copied(network), _copied(surrogate), chosen, tokens)
     with threads_for(network.dim):
         progress(0, 2, "proving")
         upper = prove_upper(comparison, effort, bounds, progress)
@@ -277,8 +277,6 @@ def _checked_tokens(network: SelfAttentionNetwork, inputs: Tokens, tokens: int |
     return inputs
 
 
-def _plain(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network in float64 on the CPU, where all bounds are proved."""
-    if network.dtype == torch.float64 and network.device.type == "cpu":
-        return network
+def _copied(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """Return a copy in float64 on the CPU, where all bounds are proved; the caller may change the network later."""
     return network.copy().to(device="cpu", dtype=torch.float64)

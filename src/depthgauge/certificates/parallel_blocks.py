@@ -210,10 +210,10 @@ class Movements:
         if self.activation == "gelu":
             scale = mul_up(CURVATURE / 2, mul_up(add_up(shift, other), between))
             return mul_up(scale[:, None], nonnegative_matmul_up(mul_up(widths, widths)[None], size))
-        # ReLU is linear where the sign does not change; elsewhere the error is at most the part beyond zero.
+        # Where the slope is 0, both terms are in [0, max(h, 0)]; where it is 1, both act(h) − h are in [0, max(−h, 0)].
         reached = mul_up(torch.maximum(shift, other)[:, None], widths)
-        hidden = self.hidden[k]
-        beyond = sub_up(add_up(reached, hidden.rad), hidden.mid.abs()).clamp(min=0.0)
+        hidden, slope = self.hidden[k], self.slopes[k].mid
+        beyond = add_up(reached, torch.where(slope > 0, -hidden.lower(), hidden.upper())).clamp(min=0.0)
         return nonnegative_matmul_up(torch.minimum(beyond, mul_up(between[:, None], widths)), size)
 
     def _mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> tuple[Vector, Tensor]:

@@ -52,7 +52,7 @@ class Tokens(ArrayRecord):
                 raise InputError(f"{name} must be float32 or float64, got {array.dtype}; convert it")
             if not bool(array.isfinite().all()):
                 raise InputError(f"{name} holds NaN or infinity; remove those vectors")
-            object.__setattr__(self, name, array.detach().cpu().to(torch.float64))
+            object.__setattr__(self, name, array.detach().to("cpu", torch.float64, copy=True))
         if self.length is not None:
             require_count("length", self.length, "the largest number of tokens of a sequence")
         if self.positions is not None:

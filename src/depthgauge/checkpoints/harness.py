@@ -6,11 +6,7 @@ the one that our loader made, and items start with the special tokens of `start_
 
 import copy
 import hashlib
-import logging
-import socket
 import time
-import urllib.request
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +14,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from depthgauge._format import duration, one_line
 from depthgauge.checkpoints.cloze import ClozeText, cloze_config
+from depthgauge.checkpoints.hub_data import offline_if_unreachable, quiet_datasets
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
@@ -41,7 +37,6 @@ _COUNTED = 20
 """Items of a task whose tokens are counted for an estimate."""
 _FEWSHOT_SEED = 1234
 """The harness's own default."""
-_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def load_tasks(names: Sequence[str], cloze: ClozeText | None, message: Callable[
         TaskError: a task is not known, its data cannot be loaded, or it has no answers that are right or wrong.
     """
     loaded: dict[str, Any] = {}
-    with _quiet_harness(), _offline_if_unreachable():
+    with _quiet_harness(), offline_if_unreachable():
         for name in names:
             if name != CLOZE:
                 message(f"loading the data of {name}")
@@ -231,39 +226,11 @@ def _harness_model(
 @contextmanager
 def _quiet_harness() -> Iterator[None]:
     """Suppress the log messages, progress bars and warnings of lm-eval and datasets; errors are still raised."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        datasets: Any = import_module("datasets")
+    with quiet_datasets():
         module: Any = import_module("lm_eval.api.task")
-        shown, bar = datasets.are_progress_bars_disabled(), module.tqdm
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        datasets.disable_progress_bars()
+        bar = module.tqdm
         module.tqdm = partial(bar, disable=True)
         try:
             yield
         finally:
             module.tqdm = bar
-            if not shown:
-                datasets.enable_progress_bars()
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-@contextmanager
-def _offline_if_unreachable() -> Iterator[None]:
-    """Use only data in the cache if the hub has no address here; the libraries would try for half a minute."""
-    constants: Any = import_module("huggingface_hub.constants")
-    settings: Any = import_module("datasets.config")
-    before = constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE
-    if not urllib.request.getproxies():
-        try:
-            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-        except OSError:
-            constants.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE = before

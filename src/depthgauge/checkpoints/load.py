@@ -55,8 +55,8 @@ class Placement:
 
     @classmethod
     def of(cls, options: Any) -> "Placement":
-        """Return the placement that the options of `gauge` or `shrink` ask for."""
-        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        """Return the placement that the options of a command ask for; some commands lack some of them."""
+        given = {field.name: getattr(options, field.name, None) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def torch_dtype(self) -> Any:

@@ -1,5 +1,6 @@
 """Cut a text into windows of equal length; if it has more windows than needed, draw some of them by a seed."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def tokenize_text(
     """
     found = find_text(text)
     content = read_text(
-        found, lambda chat: _chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed, whole=whole
+        found, lambda chat: chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed, whole=whole
     )
     with quiet():
         pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in content.pieces]
@@ -105,7 +106,7 @@ def tokenize_text(
     return TokenizedText(found.name, content.digest, ids, content.complete)
 
 
-def _chat_text(tokenizer: Any, messages: list[Any]) -> str:
+def chat_text(tokenizer: Any, messages: list[Any]) -> str:
     """Convert the messages of a chat to text by the tokenizer's chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError(
@@ -213,6 +214,25 @@ def drawn_windows(
         raise too_short(found, length, len(before) + len(after))
     starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
     return surround(torch.stack([ids[start : start + length] for start in starts]), before, after)
+
+
+def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:
+    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`.
+
+    The content of a window are its first `compared` tokens.
+    """
+    kept = []
+    for index, row in enumerate(windows[:, :compared].contiguous().numpy()):
+        content = hashlib.sha256(row.tobytes()).digest()
+        if content not in seen:
+            seen.add(content)
+            kept.append(index)
+    return windows[kept]
+
+
+def derived_seed(seed: int, purpose: str) -> int:
+    """Return a seed from 0 to 2⁶³ − 1 for one purpose, so that two purposes do not use the same random numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big") >> 1
 
 
 def require_rows(checkpoint: Checkpoint, ids: Sequence[Int[Tensor, "..."]]) -> None:

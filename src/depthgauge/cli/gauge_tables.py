@@ -14,7 +14,6 @@ from depthgauge.results.checkpoint_subject import (
     CheckpointSubject,
     FirstLayerBound,
     Interval,
-    RegimeDistance,
     ScoreTrust,
 )
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
@@ -181,8 +180,6 @@ def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[Render
     if subject.scores:
         yield from trust_tables(subject.scores, width)
     yield from map(escape, fast_lines(subject.layers))
-    if subject.regime is not None:
-        yield escape(regime_line(subject.regime))
     if subject.text is not None and subject.text.bos is not None:
         begin = "start" if subject.text.bos else "do not start"
         yield escape(f"windows {begin} with the BOS token: {subject.text.bos_reason}")
@@ -311,16 +308,6 @@ def fast_lines(layers: Sequence[CheckpointLayer]) -> list[str]:
     bounds = [bound for plan in plans for bound in plan.bounds if bound is not None]
     least = f"; the smallest proved bound on a head's scores is {number(min(bounds))}" if bounds else ""
     return [f"fast attention: no head can use it at the default tolerance{least}"]
-
-
-def regime_line(regime: RegimeDistance) -> str:
-    """Return how far the weights are from the small-weight regime."""
-    printed = "" if regime.printed_orders is None else f" (10^{regime.printed_orders:.1f} by Theorem D.1 as printed)"
-    return (
-        f"weights: η = {number(regime.eta)}; estimate: all weights would have to be 10^{regime.corrected_orders:.1f} "
-        f"times smaller{printed} until the attention layers alone are one averaging layer within "
-        f"{number(regime.tolerance, 6)}"
-    )
 
 
 def _residual(residual: Residual | None) -> str:

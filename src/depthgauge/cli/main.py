@@ -11,11 +11,24 @@ import typer
 from depthgauge._format import one_line
 from depthgauge._ranks import Ranks
 from depthgauge._version import __version__
-from depthgauge.cli import claims, collapse, evaluate, gauge, random, report, reproduce, separate, shrink, sweep
+from depthgauge.cli import (
+    claims,
+    collapse,
+    evaluate,
+    gauge,
+    random,
+    recover,
+    report,
+    reproduce,
+    separate,
+    shrink,
+    sweep,
+)
 from depthgauge.cli.output import print_terms
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.results.glossary import TERMS
+from depthgauge.results.shrink_options import HEAL_IS_GONE
 
 app = typer.Typer(
     name="depthgauge",
@@ -30,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (gauge, shrink, evaluate, collapse, random, sweep, report):
+for verb in (gauge, shrink, recover, evaluate, collapse, random, sweep, report):
     app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="Your network or model")(verb.command)
 for verb in (claims, separate, reproduce):
     app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="The two papers")(verb.command)
@@ -38,8 +51,10 @@ for verb in (claims, separate, reproduce):
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-DIVIDED = ("gauge", "shrink")
+DIVIDED = ("gauge", "shrink", "recover")
 """The commands that several processes can run together."""
+GONE = {"--heal": HEAL_IS_GONE}
+"""Former options, and what is said instead."""
 # What typer returns when a command was interrupted, and what shells report for it.
 _INTERRUPTED = InterruptedRunError.exit_code
 
@@ -73,7 +88,7 @@ def _global_options(
     if ranks.count > 1 and context.invoked_subcommand not in DIVIDED:
         raise InputError(
             f"depthgauge {context.invoked_subcommand} runs in one process; start it without torchrun, which is for "
-            f"{' and '.join(DIVIDED)}"
+            f"{', '.join(DIVIDED[:-1])} and {DIVIDED[-1]}"
         )
 
 
@@ -101,7 +116,8 @@ def main() -> None:
     except _UsageError as error:
         usage: Any = error
         where = usage.ctx.command_path if usage.ctx is not None else "depthgauge"
-        launch.fail(f"{usage.format_message().rstrip('.')}; see `{where} --help`")
+        gone = GONE.get(getattr(usage, "option_name", ""))
+        launch.fail(gone or f"{usage.format_message().rstrip('.')}; see `{where} --help`")
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         launch.fail("interrupted")

@@ -36,8 +36,7 @@ def print_estimate(record: EstimateRecord, as_json: bool) -> None:
     if record.processes:
         each = ", ".join(f"{duration(seconds)} with {count}" for count, seconds in record.processes.items())
         console.print(f"several processes, each with a device of its own: {each}", highlight=False)
-    words = "at most" if record.at_most else "about"
-    console.print(f"→ {words} {duration(record.seconds)}\n", style="bold", markup=False, highlight=False)
+    console.print(f"→ about {duration(record.seconds)}\n", style="bold", markup=False, highlight=False)
 
 
 def _tenths(seconds: float | None) -> str:

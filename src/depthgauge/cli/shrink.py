@@ -69,13 +69,14 @@ def command(
         bool, typer.Option("--json", help="Print the result document instead of tables; with --sizes, a list of them.")
     ] = False,
 ) -> None:
-    """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs.
+    """Write a smaller checkpoint: remove blocks, repair and train the rest, and bound what it costs.
 
     **Examples**
 
-    `depthgauge shrink ./model --text corpus.txt --remove 25% --out ./smaller --report shrink.html` removes a quarter of
-    the blocks, repairs the rest, writes a checkpoint that transformers loads, and a page with charts. Use text like the
-    text that the model will read: a few hundred kB, several files if it reads several kinds.
+    `depthgauge shrink ./model --text corpus.txt --remove 25% --recover 2M --out ./smaller --report shrink.html` removes
+    a quarter of the blocks, repairs the rest, trains it on two million tokens, writes a checkpoint that transformers
+    loads, and a page with charts. Use text like the text that the model will read: a few hundred kB, several files if
+    it reads several kinds. Without `--recover`, the model is trained on a GPU and not on a CPU.
 
     `depthgauge shrink ./model --text corpus.txt --max-increase 0.1 --confidence 0.95 --out ./smaller` removes as many
     blocks as the guarantee allows: with confidence 95 %, the loss grows by at most 0.1 nats per token on 95 % of

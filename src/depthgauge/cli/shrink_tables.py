@@ -11,20 +11,19 @@ from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
-    BY_LOSS,
     accuracy_sentence,
     calibration_sentence,
+    cost_columns,
     durations_sentence,
     guarantee_sentences,
-    heal_sentence,
-    increase_text,
     objective_label,
+    recovery_sentences,
     reload_sentence,
-    shrink_costs,
     stack_picture,
     stage_sentence,
-    text_label,
+    text_columns,
     texts_caption,
+    times_sentence,
     with_error,
 )
 
@@ -48,8 +47,8 @@ def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     yield from candidate_tables(record.plan, width)
     for stage in record.stages:
         yield _line(stage_sentence(stage))
-    if record.heal is not None:
-        yield _line(heal_sentence(record.heal))
+    if record.recovery is not None:
+        yield from map(_line, recovery_sentences(record.recovery))
     if record.reload is not None:
         yield _line(reload_sentence(record.reload))
     yield _line(calibration_sentence(record.plan.calibration, record.seconds))
@@ -80,21 +79,8 @@ def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     """Yield one row per kind of text: the objective before and after, and its increase with the interval."""
     if not record.texts:
         return
-    label = objective_label(record.objective)
-    noun = record.plan.calibration.noun
-    key = Column(
-        "text" if noun == "window" else f"{noun}s",
-        [escape(printable(text_label(text))) for text in record.texts],
-        text=True,
-    )
-    columns = [Column(f"{noun}s" if noun == "window" else "number", [str(text.windows) for text in record.texts])]
-    if record.objective in BY_LOSS:
-        columns.append(Column("before", [number(text.dense) for text in record.texts]))
-        columns.append(Column("after", [number(text.shrunk) for text in record.texts]))
-    increases = [escape(increase_text(text.increase, text.low, text.high)) for text in record.texts]
-    columns.append(Column("increase" if record.objective in BY_LOSS else "value", increases))
-    title = label.title[:1].upper() + label.title[1:]
-    yield from stacked(title, key, columns, width, caption=texts_caption(record))
+    title = objective_label(record.objective).title
+    yield from _stacked(title[:1].upper() + title[1:], text_columns(record), width, texts_caption(record))
     if record.accuracy is not None:
         yield _line(accuracy_sentence(record))
 
@@ -114,16 +100,15 @@ def tested_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
 
 def cost_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     """Yield one row per cost: parameters, bytes, memory and times before and after."""
-    costs = shrink_costs(record)
-    if not costs:
-        return
-    columns = [
-        Column("before", [cost.text(cost.before) for cost in costs]),
-        Column("after", [cost.text(cost.after) for cost in costs]),
-        Column("after ÷ before", [number(cost.ratio) for cost in costs]),
-    ]
-    what = "" if record.speed is None or not record.speed.what else f"Times: {printable(record.speed.what)}."
-    yield from stacked("Cost", Column("cost", [cost.name for cost in costs], text=True), columns, width, caption=what)
+    if columns := cost_columns(record):
+        yield from _stacked("Cost", columns, width, times_sentence(record))
+
+
+def _stacked(title: str, columns: dict[str, list[str]], width: int, caption: str) -> Iterator[RenderableType]:
+    key, *others = (
+        Column(name, [_line(cell) for cell in cells], text=not k) for k, (name, cells) in enumerate(columns.items())
+    )
+    yield from stacked(title, key, others, width, caption=printable(caption))
 
 
 def search_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:

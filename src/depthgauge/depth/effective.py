@@ -254,7 +254,7 @@ def effective_depth(
         >>> effective_depth(network, tolerance=1e-2, radius=1.0).layers
         1
     """
-    require_network(network)
+    network = require_network(network).copy()  # which the result keeps
     require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
     if network.causal or network.norm != "none" or network.has_mlp:
         raise InputError(

@@ -33,7 +33,7 @@ def collapse(
     seed: int = 0,
     progress: Step = silent,
 ) -> SelfAttentionNetwork:
-    """Return the one-layer network that a method makes from a deep one (docs/math.md §3.7).
+    """Return the one-layer network that a method makes from a deep one (docs/math.md §3.7; causal: §3.12).
 
     For weights of size η the errors are O(η) for `identity` and `last-layer`, O(η²) for `parallel`, O(η³) for
     `mean-field` and O(η⁴) for `corrected`. `fitted` starts from the best of these and trains it against the attack. A

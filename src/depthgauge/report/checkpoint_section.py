@@ -42,10 +42,8 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
     if subject.accuracy is not None:
         facts.append(("accuracy, intact", f"{number(100 * subject.accuracy)} %"))
     if (regime := subject.regime) is not None:
-        facts.append(("largest weight η", number(regime.eta)))
-        facts.append(
-            ("from the small-weight regime", f"about {regime.corrected_orders:.1f} orders of magnitude (estimate)")
-        )
+        distance = f"about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime (estimate)"
+        facts.append(("weights", f"η = {number(regime.eta)}, {distance}"))
     return tuple(facts)
 
 

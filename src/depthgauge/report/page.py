@@ -13,19 +13,21 @@ from depthgauge.report.markup import command_line, settings_table
 from depthgauge.report.monitor_section import monitor_page
 from depthgauge.report.network_section import network_facts, network_parts
 from depthgauge.report.page_parts import Page, Section
+from depthgauge.report.recover_section import recover_page
 from depthgauge.report.shrink_section import shrink_page
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import GaugeRecord, Subject
 from depthgauge.results.monitor_record import MonitorRecord
 from depthgauge.results.network_subject import NetworkSubject
+from depthgauge.results.recover_record import RecoverRecord
 from depthgauge.results.shrink_record import ShrinkRecord
 
 SAVED = "network.safetensors"
 """The file name that a page suggests for a network that was gauged in memory."""
 
 
-Shown = GaugeRecord | ShrinkRecord | MonitorRecord | EvaluateRecord
+Shown = GaugeRecord | ShrinkRecord | RecoverRecord | MonitorRecord | EvaluateRecord
 """The results that have a page."""
 
 
@@ -35,6 +37,8 @@ def page_of(result: Shown) -> Page:
         return evaluate_page(result)
     if isinstance(result, MonitorRecord):
         return monitor_page(result)
+    if isinstance(result, RecoverRecord):
+        return recover_page(result)
     return shrink_page(result) if isinstance(result, ShrinkRecord) else gauge_page(result)
 
 

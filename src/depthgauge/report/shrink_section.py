@@ -8,24 +8,26 @@ from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering,
 from depthgauge.report.evaluate_section import evaluate_parts
 from depthgauge.report.markup import Table, capital, command_line, settings_table
 from depthgauge.report.page_parts import Page, PagePart, Section, present
+from depthgauge.report.recover_section import recovery_part
 from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import (
     SHORT_TEXTS,
     accuracy_sentence,
+    cost_columns,
     durations_sentence,
     guarantee_sentences,
-    heal_sentence,
     increase_text,
     limit_failed,
     measured_increase,
     objective_label,
+    recovery_sentences,
     reload_sentence,
-    shrink_costs,
     shrink_verdict,
     stage_sentence,
     text_label,
     texts_caption,
+    times_sentence,
     why_not_guaranteed,
     with_error,
 )
@@ -44,9 +46,9 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
     """Return the stack before and after, one cell per block."""
     if not record.removed:
         return None
-    gone, is_healed = set(record.removed), record.heal is not None and record.heal.kept
+    gone, is_trained = set(record.removed), record.recovery is not None and record.recovery.kept
     # The repair changes blocks from the one before the first gap on.
-    first = 0 if is_healed else min(gone) - 1 if record.repaired else record.layers_before
+    first = 0 if is_trained else min(gone) - 1 if record.repaired else record.layers_before
     kept = [layer for layer in range(record.layers_before) if layer not in gone]
     states = [_REMOVED if layer in gone else _state(layer, first) for layer in range(record.layers_before)]
     after = [*(_state(layer, first) for layer in kept), *[None] * len(gone)]
@@ -240,6 +242,10 @@ def candidate_part(record: ShrinkRecord) -> PagePart | None:
     return PagePart("candidates", "Every choice, without and with repair", caption, chart, table)
 
 
+def _recovery_part(record: ShrinkRecord) -> PagePart | None:
+    return recovery_part(record.recovery, record.objective)
+
+
 SAVED = "model"
 """The directory that a page suggests for a model that was shrunk in memory."""
 _OUT = "smaller"
@@ -301,11 +307,12 @@ def sizes_part(records: Sequence[ShrinkRecord]) -> PagePart:
             ]),
         })  # fmt: skip
     for one in records:
-        costs = {cost.name: cost.ratio for cost in shrink_costs(one)}
+        columns = cost_columns(one)
+        costs = dict(zip(columns.get("cost", ()), columns.get("after ÷ before", ()), strict=True))
         bound = None if one.guarantee is None else one.guarantee.quantile.increase
         shown = [costs.get(name) for name in ("parameters", "size on disk", "prefill", "decode, per token")]
         rows.append((len(one.removed), measured_increase(one), bound, *shown, one.out or DASH))
-    columns = (
+    titles = (
         "layers removed", "increase", "guaranteed", "parameters", "size on disk", "prefill time", "decode time",
         "written to",
     )  # fmt: skip
@@ -317,7 +324,7 @@ def sizes_part(records: Sequence[ShrinkRecord]) -> PagePart:
         "source model; below 1 is smaller or faster."
     )
     alt = f"Line chart of {label_.added} by number of removed layers, one line per kind of text. {words}."
-    table = Table("Every size", columns, tuple(rows))
+    table = Table("Every size", titles, tuple(rows))
     return PagePart("sizes", "Choose by looking", caption, single(alt, 420, drawn), table, table_open=True)
 
 
@@ -352,7 +359,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
 def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
     first = (stack_part, guarantee_part, text_part, curve_part)
-    rest = (candidate_part, cost_part, search_part, notes_part)
+    rest = (candidate_part, _recovery_part, cost_part, search_part, notes_part)
     tasks = () if record.evaluation is None else evaluate_parts(record.evaluation)
     return present(*(make(record) for make in first), *tasks, *(make(record) for make in rest))
 
@@ -406,13 +413,12 @@ def guarantee_part(record: ShrinkRecord) -> PagePart:
 
 def cost_part(record: ShrinkRecord) -> PagePart | None:
     """Return parameters, bytes, memory and times before and after."""
-    costs = shrink_costs(record)
-    if not costs:
+    columns = cost_columns(record)
+    if not columns:
         return None
-    rows = tuple((cost.name, cost.text(cost.before), cost.text(cost.after), cost.ratio) for cost in costs)
-    table = Table("Size and speed", ("cost", "before", "after", "after ÷ before"), rows)
-    what = "" if record.speed is None or not record.speed.what else f" Times: {record.speed.what}."
-    caption = f"Both models were measured in turns in one run; a ratio below 1 is smaller or faster.{what}"
+    table = Table("Size and speed", tuple(columns), tuple(zip(*columns.values(), strict=True)))
+    caption = "Both models were measured in turns in one run; a ratio below 1 is smaller or faster."
+    caption = f"{caption} {times_sentence(record)}".rstrip()
     return PagePart("costs", "Size, memory and speed", caption, None, table, table_open=True, half=True)
 
 
@@ -428,9 +434,9 @@ def search_part(record: ShrinkRecord) -> PagePart | None:
 
 
 def notes_part(record: ShrinkRecord) -> PagePart | None:
-    """Return the check of the written model, healing, remarks and versions."""
+    """Return the check of the written model, the recovery, remarks and versions."""
     lines = [reload_sentence(record.reload)] if record.reload is not None else []
-    lines += [heal_sentence(record.heal)] if record.heal is not None else []
+    lines += [] if record.recovery is None else recovery_sentences(record.recovery)
     lines += [durations_sentence(record)] if record.durations else []
     caption = " ".join(f"{capital(line)}." for line in (*lines, *record.notes))
     if not caption and not record.versions:

@@ -12,6 +12,7 @@ from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, EvaluateRecord, 
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
 from depthgauge.results.record import ResultError, load_document
+from depthgauge.results.recover_record import RECOVER_SCHEMA, RecoverRecord, check_recover
 from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
 
 _ADVICE = f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
@@ -43,7 +44,9 @@ def write_report(result: Shown | dict[str, Any] | str | Path, out: str | Path) -
             raise InputError(f"the page would replace its own result, {result}; give another --out")
     else:
         expected = "a result of gauge, shrink or evaluate, a log of Monitor, the document of one, or the path of one"
-        require_type("result", result, (dict, GaugeRecord, ShrinkRecord, MonitorRecord, EvaluateRecord), expected)
+        require_type(
+            "result", result, (dict, GaugeRecord, ShrinkRecord, RecoverRecord, MonitorRecord, EvaluateRecord), expected
+        )
         record = _check(result, "the result") if isinstance(result, dict) else result
     write_text(out, page_text(record))
     return Path(out)
@@ -59,7 +62,7 @@ def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
     return render_page(shrink_page(*records), plotly_code())
 
 
-def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | EvaluateRecord:
+def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverRecord | EvaluateRecord:
     """Return a parsed document as the record of its schema."""
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema == PLAN_SCHEMA:
@@ -67,6 +70,8 @@ def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | EvaluateRec
     family = schema.rpartition("/")[0] if isinstance(schema, str) else ""
     if family == SHRINK_SCHEMA.rpartition("/")[0]:
         return check_shrink(document, name)
+    if family == RECOVER_SCHEMA.rpartition("/")[0]:
+        return check_recover(document, name)
     if family == EVALUATE_SCHEMA.rpartition("/")[0]:
         return check_evaluate(document, name)
     return check_result(document, name)

@@ -6,13 +6,17 @@ from depthgauge.report.write import write_report as write_report
 from depthgauge.results.evaluate_options import EvaluateOptions as EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord as EvaluateRecord
 from depthgauge.results.monitor_options import AlarmThresholds as AlarmThresholds
+from depthgauge.results.monitor_options import MonitorOptions as MonitorOptions
 from depthgauge.results.monitor_record import Alarm as Alarm
 from depthgauge.results.monitor_record import MonitorRecord as MonitorRecord
 from depthgauge.results.monitor_record import Probe as Probe
 from depthgauge.results.monitor_record import read_log as read_log
+from depthgauge.results.recover_options import RecoverOptions as RecoverOptions
+from depthgauge.results.recover_record import RecoverRecord as RecoverRecord
 from depthgauge.results.shrink_record import PlanRecord as PlanRecord
 from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
 from depthgauge.workflows.gauge import GaugeResult as GaugeResult
 from depthgauge.workflows.gauge import load_result as load_result
+from depthgauge.workflows.recover import RecoverResult as RecoverResult
 from depthgauge.workflows.shrink import ShrinkResult as ShrinkResult
 from depthgauge.workflows.sweep import sweep_status as sweep_status

@@ -19,7 +19,6 @@ class EstimateRecord(Record, frozen=True, kw_only=True):
       files to read, this is the time of a disk that is as fast as memory
     - `processes`: the seconds of a run of `shrink` in 2, 4 and 8 processes, each with a device of its own; empty where
       the weights are streamed
-    - `at_most`: whether the run may be shorter, because it trains as long as that helps
     - `gpu`, `ram`, `disk`: the largest number of bytes that are needed at a time, with the check in a new process. With
       more free memory on a GPU, more windows are computed at a time, and a run takes more of it
     - `parameters`, `layers`, `window`: the size of the model, and the tokens of a window
@@ -32,7 +31,6 @@ class EstimateRecord(Record, frozen=True, kw_only=True):
     parts: dict[str, Number]
     streamed: dict[str, Number] = msgspec.field(default_factory=dict)
     processes: dict[str, Number] = msgspec.field(default_factory=dict)
-    at_most: bool = False
     gpu: Count
     ram: Count
     disk: Count
@@ -52,6 +50,5 @@ class EstimateRecord(Record, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """What is said before a run."""
         gpu = f", {size_text(self.gpu)} of GPU memory" if self.gpu else ""
-        words = "at most" if self.at_most else "about"
         disk = f", {size_text(self.disk)} on disk" if self.disk else ""
-        return f"estimate: {words} {duration(self.seconds)}, {size_text(self.ram)} of memory{gpu}{disk}"
+        return f"estimate: about {duration(self.seconds)}, {size_text(self.ram)} of memory{gpu}{disk}"

@@ -193,7 +193,7 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 def check_common(options: Any) -> None:
     """Raise if an option that `gauge`, `shrink` and `evaluate` share is out of range, or has no effect."""
     for name, known in CHOICES.items():
-        if (value := getattr(options, name)) is not None and value not in known:
+        if (value := getattr(options, name, None)) is not None and value not in known:
             raise unknown_name(name, value, known)
     if options.window is not None:
         require_count("window", options.window, "the number of tokens in one window", least=2)
@@ -202,8 +202,9 @@ def check_common(options: Any) -> None:
     if not 0.5 <= getattr(options, "confidence", 0.95) <= 0.9999:
         meaning = "it is the probability that the guarantee is true"
         raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {options.confidence!r}; {meaning}")
-    for name, is_given in (("device", options.device), ("stream", options.stream)):
-        if is_given and options.device_map is not None:
+    device_map, stream = (getattr(options, name, None) for name in ("device_map", "stream"))
+    for name, is_given in (("device", options.device), ("stream", stream)):
+        if is_given and device_map is not None:
             raise InputError(f"--device-map loads and places all weights, so --{name} has no effect; leave one out")
 
 

@@ -9,7 +9,7 @@ TERMS: Mapping[str, str] = {
     "residual": "‖Res X‖/‖X‖: what remains of a state after its common row is removed; 0: all tokens equal",
     "TV to uniform": "distance of attention from plain averaging: 0 averages, 1 selects one token",
     "attained": "at least one input is off by this (attacked lower bound, evaluated rigorously)",
-    "proved": "no input is off by more (certified upper bound, rounding included)",
+    "proved": "no input is off by more (upper bound; the rounding of its proof is included)",
     "Theorem D.1": "the bound that paper A prints; (…): its conditions fail; false: an input exceeds it",
     "joint": "proof: all heads and layers bounded together",
     "plain": "proof: every head bounded alone, and the bounds added",

@@ -13,6 +13,7 @@ from depthgauge._format import counted
 from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
 from depthgauge.results.gauge_options import BOTH, ONE_BY_ONE, STACKS, check_common, refuse_other_inputs
 from depthgauge.results.record import Record, combine_options
+from depthgauge.results.recover_options import AUTO, OFF, amount_of
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
@@ -23,6 +24,8 @@ ABOUT_FILES = (
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
 
+HEAL_IS_GONE = "--heal is gone: give --recover 2M, a number of tokens, or --recover 10min, a time"
+"""What those are told who use the former option."""
 HOW_MUCH = ("remove", "remove_layers", "sizes", "max_bytes", "max_increase")
 """Options of which exactly one says how much to remove."""
 WAYS = tuple(f"--{name.replace('_', '-')}" for name in HOW_MUCH)
@@ -48,7 +51,12 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         confidence: Confidence of the guarantee  [default: 0.95].
         effort: quick, default or high: more calibration windows, a wider search, more time.
         no_repair: Remove blocks without changing any weights.
-        heal: After the repair, train this many steps towards the dense model's predictions; auto: as long as it helps.
+        recover: After the repair, train the kept blocks towards the dense model's predictions on all of your text:
+            a number of tokens, 2M, or a time, 10min; auto: as long as it helps, at most 2M tokens and 10 minutes; off
+            [default: auto on a GPU, off on a CPU].
+        general: The second half of what is trained on, which keeps the model general: a text file, a data set on the
+            hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the dense model writes after
+            the beginnings of passages].
         evaluate: Also run these tasks on both models, item by item: depthgauge_cloze, or names of lm-eval tasks with
             commas between them; 500 items of each.
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
@@ -89,7 +97,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     confidence: Annotated[float, _SIZE] = 0.95
     effort: Annotated[str, _ANY] = "default"
     no_repair: Annotated[bool, _ANY] = False
-    heal: Annotated[str | None, _ANY] = None
+    recover: Annotated[str | None, _ANY] = None
+    general: Annotated[str | None, _TEXT] = None
     evaluate: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
     images: Annotated[str | None, _TEXT] = None
@@ -132,11 +141,11 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             require_positive("max-increase", self.max_increase, "the largest increase of the loss in nats per token")
         if self.keep is not None and self.remove_layers is not None:
             raise InputError("--remove-layers names the blocks to remove, so there is nothing for --keep; leave it out")
-        if self.heal is not None:
-            if self.heal != "auto" and not (re.fullmatch(r"[0-9]{1,9}", self.heal) and int(self.heal) > 0):
-                raise InputError(f"heal must be a positive number of training steps, or auto, got {self.heal!r}")
-            if self.no_repair:
-                raise InputError("--heal trains the weights and --no-repair keeps them; leave one of them out")
+        trains = self.recover is not None and amount_of(self.recover) is not None
+        if trains and self.no_repair:
+            raise InputError("--recover trains the weights and --no-repair keeps them; leave one of them out")
+        if self.general is not None and (self.no_repair or (self.recover is not None and not trains)):
+            raise InputError("--general is trained on by --recover, which is off; leave --general out")
         if self.sampled is not None and not 0 <= self.sampled <= 1:
             raise InputError(f"sampled must be a share from 0 to 1, got {self.sampled!r}")
         require_seed(self.seed)
@@ -156,7 +165,11 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         for is_given, reason in (
             (not has_inputs, "does not sample text from the model; give --text"),
             (self.sampled, "does not sample text from the model; leave --sampled out"),
-            (self.heal, "does not train weights, which would have to be in memory; leave --heal out"),
+            (
+                self.recover not in (None, OFF, AUTO),
+                "does not train weights, which would have to be in memory; leave --recover out, and run `depthgauge "
+                "recover` on the result where it fits",
+            ),
         ):
             if is_given:
                 raise InputError(f"a model whose weights are streamed {reason}, or {other}")
@@ -263,17 +276,19 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     normal: dict[str, Callable[[Any], Any]] = {
         "remove": _remove_text,
         "text": _text_list,
-        **dict.fromkeys(("images", "labels", "pairs", "audio", "tokenizer"), str),
+        **dict.fromkeys(("images", "labels", "pairs", "audio", "tokenizer", "general"), str),
     }
-    normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "heal"), _as_text)
+    normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "recover"), _as_text)
+    if "heal" in given:
+        raise InputError(HEAL_IS_GONE)
     return combine_options(ShrinkOptions, "shrink", options, given, normal)
 
 
 def _as_text(value: Any) -> Any:
     """Return a number, or a list of numbers, as the command line writes it.
 
-    >>> _as_text(200), _as_text([2, 4]), _as_text("auto")
-    ('200', '2,4', 'auto')
+    >>> _as_text(200), _as_text([2, 4]), _as_text("auto"), _as_text(False)
+    ('200', '2,4', 'auto', False)
     """
     if isinstance(value, list | tuple | range):
         return ",".join(map(str, value))

@@ -15,7 +15,8 @@ from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.recover_record import RecoveryRecord
+from depthgauge.results.shrink_options import HEAL_IS_GONE, ShrinkOptions
 
 SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
@@ -140,11 +141,8 @@ class PlanRecord(Record, frozen=True, kw_only=True):
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""
-        return {
-            "model": repr(self.model),
-            "layers": f"{self.layers} → {self.layers - len(self.removed)}",
-            "removed": _listed(self.removed),
-        }
+        layers = f"{self.layers} → {self.layers - len(self.removed)}"
+        return {"model": repr(self.model), "layers": layers, "removed": _listed(self.removed)}
 
 
 class LossRecord(Record, frozen=True, kw_only=True):
@@ -219,15 +217,19 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
 
 class SpeedRecord(Record, frozen=True, kw_only=True):
-    """Times of the two models, measured in alternating runs.
+    """Times of the two models, measured in pairs of runs; None where they did not settle, or were not measured.
 
-    - `prefill`, `decode`: speed after ÷ speed before, for one window and per generated token; above 1 is faster
-    - `prefill_before`, …, `decode_after`: the seconds; None for models that do not generate
-    - `what`: what was timed, as a phrase: the device, the tokens of the window, the number of repetitions
+    - `prefill`, `decode`: speed after ÷ speed before, of reading a prompt and per generated token; above 1 is faster
+    - `prefill_low`, …, `decode_high`: the ends of their 95 % intervals; None in documents of earlier versions
+    - `prefill_before`, …, `decode_after`: the median seconds; `what`: a phrase for what was timed, how often and where
     """
 
     prefill: Measured
     decode: Measured
+    prefill_low: Measured = None
+    prefill_high: Measured = None
+    decode_low: Measured = None
+    decode_high: Measured = None
     prefill_before: Measured = None
     prefill_after: Measured = None
     decode_before: Measured = None
@@ -248,18 +250,6 @@ class CurvePoint(Record, frozen=True, kw_only=True):
     method: str
     removed: Count
     increase: Measured
-
-
-class HealRecord(Record, frozen=True, kw_only=True):
-    """Training after the repair: the objective on the selection windows before and after it.
-
-    It was `kept` if its gain is larger than the standard error of the gain.
-    """
-
-    steps: Count
-    before: Measured
-    after: Measured
-    kept: bool
 
 
 class ReloadRecord(Record, frozen=True, kw_only=True):
@@ -289,7 +279,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `loss`, `texts`, `accuracy`, `guarantee`: on certify windows, which nothing was fitted or selected on
     - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
-    - `stages`: the stages of the repair
+    - `stages`: the stages of the repair; `recovery`: the training after it, None without one
     - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; with `--sizes`, both
       include the sizes before this one; `estimate`: what was expected of all sizes, None if that was not known
     - `evaluation`: both models on tasks, the dense one first; None if no tasks were asked for
@@ -316,7 +306,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     stages: tuple[RepairStage, ...] = ()
     durations: dict[str, Number] = msgspec.field(default_factory=dict)
     estimate: EstimateRecord | None = None
-    heal: HealRecord | None
+    recovery: RecoveryRecord | None = None
     reload: ReloadRecord | None
     evaluation: EvaluateRecord | None = None
     plan: PlanRecord
@@ -391,6 +381,8 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
 def read_plan(path: str | Path) -> PlanRecord:
     """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
     document, name = load_document(path, PLAN_ADVICE), str(path)
+    if _was_healed(document) or (isinstance(document, dict) and _was_healed(document.get("plan"))):
+        raise ResultError(f"{name}: the plan was made with --heal. {HEAL_IS_GONE}, and make a new plan")
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan
     check_schema(document, PLAN_SCHEMA, name, PLAN_ADVICE)
@@ -403,10 +395,14 @@ def _with_defaults(plan: Any) -> Any:
     """Return a parsed plan without the settings that are null: earlier versions wrote null for each default."""
     if not isinstance(plan, dict) or not isinstance(settings := plan.get("settings"), dict):
         return plan
-    filled = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(filled.get("heal"), int):  # a number before there was `auto`
-        filled["heal"] = str(filled["heal"])
-    return {**plan, "settings": filled}
+    return {**plan, "settings": {name: value for name, value in settings.items() if value is not None}}
+
+
+def _was_healed(plan: Any) -> bool:
+    """Return whether the settings of a parsed plan have the former option `heal`."""
+    return (
+        isinstance(plan, dict) and isinstance(plan.get("settings"), dict) and plan["settings"].get("heal") is not None
+    )
 
 
 def _refuse(problems: Iterator[str], name: str, advice: str) -> None:
@@ -428,8 +424,7 @@ def _plan_problems(plan: PlanRecord, place: str) -> Iterator[str]:
     if not 1 <= plan.layers <= MOST_LAYERS:
         yield f"{place}layers: expected from 1 to {MOST_LAYERS}, got {plan.layers}"
     yield from _removed_problems(plan.removed, plan.layers, f"{place}removed")
-    found = {f"{place}search[{k}].layer": step.layer for k, step in enumerate(plan.search)}
-    yield from _layer_problems(found, plan.layers)
+    yield from _layer_problems({f"{place}search[{k}].layer": s.layer for k, s in enumerate(plan.search)}, plan.layers)
     for k, candidate in enumerate(plan.candidates):
         yield from _removed_problems(candidate.removed, plan.layers, f"{place}candidates[{k}].removed")
 

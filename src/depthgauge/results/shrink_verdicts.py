@@ -10,13 +10,13 @@ from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.labels import of_stack
+from depthgauge.results.recover_record import RecoveredText, RecoverRecord, RecoveryRecord
 from depthgauge.results.shrink_record import (
     GIVEN,
     LLAMA,
     BeforeAfter,
     CalibrationRecord,
     GuaranteeRecord,
-    HealRecord,
     ReloadRecord,
     RepairStage,
     ShrinkRecord,
@@ -89,7 +89,7 @@ def objective_label(objective: str) -> ObjectiveLabel:
     return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(objective, objective, "the objective grows by #")
 
 
-def text_label(text: TextRecord) -> str:
+def text_label(text: TextRecord | RecoveredText) -> str:
     """Return what a text is: `your text (corpus.txt)`."""
     kind = TEXTS.get(text.kind, text.kind)
     return f"{kind} ({text.name})" if text.kind in GIVEN and text.name else kind
@@ -159,8 +159,8 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
     helps = [] if len(record.removed) < 2 else ["remove fewer blocks"]
     if record.plan.settings.no_repair:
         helps.append("leave --no-repair out")
-    elif record.heal is None:
-        helps.append("train it with --heal auto")
+    elif record.recovery is None:
+        helps.append("train it with --recover 2M")
     advice = f"; {', or '.join(helps)}" if helps else ""
     return (f"warning: this model is damaged: {', and '.join(found)}{advice}",)
 
@@ -274,12 +274,24 @@ def durations_sentence(record: ShrinkRecord) -> str:
     return f"time: {', '.join(shares)}{expected}" if shares else ""
 
 
-def heal_sentence(heal: HealRecord) -> str:
-    """Return what training after the repair did."""
+def recover_verdict(record: RecoverRecord) -> str:
+    """State what a recovery changed on windows that were kept apart, and that it was undone if it was."""
+    if not record.recovery.kept:
+        return f"{record.name} was not improved: the training gained less than its standard error and was undone"
+    changes = (f"{text_label(text)}: {increase_text(text.change, text.low, text.high)}" for text in record.texts)
+    return f"{record.name} changed by, {objective_label(record.objective).title}: {'; '.join(changes)}"
+
+
+def recovery_sentences(recovery: RecoveryRecord) -> tuple[str, ...]:
+    """Return what the training after the repair did, what it was trained on, and what was done to fit it in."""
+    parts = ", ".join(f"{about} ({tokens:,} tokens)" for about, tokens in recovery.data.items())
     return (
-        f"healing: {counted(heal.steps, 'training step')} changed the objective on the selection windows from "
-        f"{number(heal.before, 4)} to {number(heal.after, 4)}; the result "
-        f"was {'kept' if heal.kept else 'discarded'}"
+        f"recovery: {recovery.tokens:,} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "
+        f"objective on the selection windows from {number(recovery.before, 4)} to {number(recovery.after, 4)} "
+        f"(standard error of the difference {number(recovery.error, 2)}); it was "
+        f"{'kept' if recovery.kept else 'undone'}",
+        f"recovery, trained on: {parts}",
+        *(f"recovery: {what}" for what in recovery.how),
     )
 
 
@@ -352,42 +364,48 @@ def _share(value: float) -> str:
     return f"{number(100 * value, 6)} %"
 
 
-@dataclass(frozen=True)
-class CostRow:
-    """A cost before and after: its name with its unit, the two values, and how a value is shown."""
-
-    name: str
-    before: float | None
-    after: float | None
-    ratio: float | None
-    show: Callable[[float], str]
-
-    def text(self, value: float | None) -> str:
-        """Return one of the two values as text."""
-        return DASH if value is None else self.show(value)
+def text_columns(record: ShrinkRecord) -> dict[str, list[str]]:
+    """Return the table of the texts, column by column: what each is, its objective before and after, the increase."""
+    noun, texts = record.plan.calibration.noun, record.texts
+    kind, count = ("text", "windows") if noun == "window" else (f"{noun}s", "number")
+    found = {kind: [text_label(one) for one in texts], count: [str(one.windows) for one in texts]}
+    increases = [increase_text(one.increase, one.low, one.high) for one in texts]
+    if record.objective not in BY_LOSS:
+        return found | {"value": increases}
+    losses = {"before": [number(one.dense) for one in texts], "after": [number(one.shrunk) for one in texts]}
+    return found | losses | {"increase": increases}
 
 
-def shrink_costs(record: ShrinkRecord) -> tuple[CostRow, ...]:
-    """Return parameters, bytes on the disk, memory and times, those that are known."""
+def cost_columns(record: ShrinkRecord) -> dict[str, list[str]]:
+    """Return the table of the costs that are known, column by column; a ratio of times has its 95 % interval."""
+    rows = list[tuple[str, ...]]()
     counts: tuple[tuple[str, BeforeAfter | None, Callable[[float], str]], ...] = (
         ("parameters", record.parameters, lambda count: f"{count:,.0f}"),
         ("size on disk", record.bytes, size_text),
         ("memory", record.memory, size_text),
     )
-    found = [
-        CostRow(name, pair.before, pair.after, _ratio(pair.before, pair.after), show)
-        for name, pair, show in counts
-        if pair is not None
-    ]
-    if (speed := record.speed) is not None:
-        for name, before, after, ratio in (
-            ("prefill", speed.prefill_before, speed.prefill_after, speed.prefill),
-            ("decode, per token", speed.decode_before, speed.decode_after, speed.decode),
-        ):
-            measured = _ratio(before, after)
-            inverse = None if not ratio else 1 / ratio  # the record holds speeds, the table holds times
-            found.append(CostRow(name, before, after, inverse if measured is None else measured, time_text))
-    return tuple(cost for cost in found if cost.after is not None or cost.ratio is not None)
+    for name, pair, show in counts:
+        if pair is not None and pair.after is not None:
+            before = DASH if pair.before is None else show(pair.before)
+            rows.append((name, before, show(pair.after), number(_ratio(pair.before, pair.after))))
+    for part, name in (("prefill", "prefill"), ("decode", "decode, per token")):
+        speed, low, high, *times = (
+            getattr(record.speed, part + end, None) for end in ("", "_low", "_high", "_before", "_after")
+        )
+        if speed is not None:  # the record holds speeds, the table holds times
+            ratios = [_ratio(one, 1.0) for one in (speed, high, low)]
+            rows.append((name, *(DASH if one is None else time_text(one) for one in times), increase_text(*ratios)))
+    titles = ("cost", "before", "after", "after ÷ before")
+    return {title: list(cells) for title, cells in zip(titles, zip(*rows, strict=True), strict=True)} if rows else {}
+
+
+def times_sentence(record: ShrinkRecord) -> str:
+    """Return what was timed, and which times did not settle; empty if nothing was timed."""
+    speed = record.speed
+    if speed is None or not speed.what:
+        return ""
+    known = speed.prefill_low is not None or speed.decode_low is not None
+    return f"Times{', with the 95 % interval of their ratio' if known else ''}: {speed.what}."
 
 
 def _ratio(before: float | None, after: float | None) -> float | None:

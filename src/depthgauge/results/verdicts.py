@@ -10,7 +10,6 @@ from depthgauge.results.checkpoint_subject import (
     FirstLayerBound,
     FirstLayerHead,
     Interval,
-    RegimeDistance,
     ScoreTrust,
 )
 from depthgauge.results.labels import SCORES
@@ -65,13 +64,14 @@ def checkpoint_verdict(
     objective: str,
     blocks: Mapping[int, Interval],
     trust: Sequence[ScoreTrust],
-    regime: RegimeDistance | None,
+    *,
+    measured: bool = True,
 ) -> str:
     """State which layers cost least and most to skip (`blocks`), and which layer score to trust.
 
-    Where nothing was measured on text, state how far the weights are from the small-weight regime.
+    `measured` tells whether the model ran on inputs.
     """
-    parts = []
+    parts = [] if measured else ["only the weights were measured"]
     unit = COSTS.get(objective, objective)
     if blocks:
         least = min(blocks, key=lambda layer: blocks[layer].loss)
@@ -85,10 +85,6 @@ def checkpoint_verdict(
         trusted = f"the best layer score is {label} (rank correlation {best:.2f})"
         none = f"no layer score predicts the measured cost (rank correlations of at most {best:.2f})"
         parts.append(trusted if best > 0 else none)
-    if not parts and regime is not None:
-        parts.append(
-            f"the weights are about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime"
-        )
     return "; ".join([counted(layers, "layer"), *parts])
 
 

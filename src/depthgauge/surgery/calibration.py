@@ -1,8 +1,8 @@
 """Windows of text for a shrink, in three disjoint parts: to fit the repair, to select the plan, to certify the result.
 
 The windows come from the user's texts and from the dense model itself. A model that is calibrated on one kind of text
-only is good there and bad elsewhere. The built-in text is an additional check: it is evaluated in the certify part and
-used nowhere else.
+only is good there and bad elsewhere. The built-in text is an additional check: what is evaluated of it in the certify
+part is used nowhere else.
 
 Every content occurs once: a window whose content has occurred before is dropped, so that no part contains a window of
 another part, even if a text repeats itself or two files are equal.
@@ -20,14 +20,14 @@ from torch import Tensor
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.model_samples import ordinary_tokens, sample_windows
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.windows import surround
+from depthgauge.checkpoints.windows import derived_seed, drop_repeated, surround
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import GIVEN, CalibrationRecord, SourceRecord
-from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts, drop_repeated
-from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
+from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts
 
 KINDS = (*GIVEN, "sampled", "built-in")
 BUILT_IN_WINDOWS = 32
@@ -117,7 +117,7 @@ def prepare_calibration(
     for index, name in enumerate(PARTS):
         ids = torch.cat([source.surrounded(index, texts.window, start) for source in sources])
         numbers = torch.cat([torch.full((len(one.parts[index]),), number) for number, one in enumerate(sources)])
-        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(_derived_seed(request.seed, name)))
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(derived_seed(request.seed, name)))
         parts.append(CalibrationPart(ids[order], numbers[order]))
     record = CalibrationRecord(
         window=texts.window,
@@ -136,7 +136,8 @@ def prepare_calibration(
     )
     for note in notes:
         message(note)
-    return Calibration(record, *parts, tuple(notes))
+    fit, select, certify = parts
+    return Calibration(record, fit, select, certify, tuple(notes))
 
 
 def windows_digest(parts: Sequence[CalibrationPart]) -> str:
@@ -164,7 +165,7 @@ def _samples(
             windows=samples * missing,
             window=-(-window // samples),
             before=before,
-            seed=_derived_seed(texts.request.seed, f"samples {turn}"),
+            seed=derived_seed(texts.request.seed, f"samples {turn}"),
             starts=starts,
             progress=progress,
         ).reshape(missing, -1)[:, :window]
@@ -177,8 +178,3 @@ def _samples(
         f"{sizes.total} different windows of {window} tokens are needed, but {checkpoint.name} repeats itself "
         f"and gave {len(made)}; use a larger --window or a text with --text and --sampled 0"
     )
-
-
-def _derived_seed(seed: int, purpose: str) -> int:
-    """Return a seed from 0 to 2⁶³ − 1 for one purpose, so that two purposes do not use the same random numbers."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big") >> 1

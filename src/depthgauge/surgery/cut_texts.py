@@ -6,7 +6,6 @@ every window makes room for it. Windows are then compared without their last tok
 cases.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -20,7 +19,14 @@ from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_TOKENS, Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.checkpoints.windows import TokenizedText, body_length, longer_text, surround, tokenize_text
+from depthgauge.checkpoints.windows import (
+    TokenizedText,
+    body_length,
+    drop_repeated,
+    longer_text,
+    surround,
+    tokenize_text,
+)
 from depthgauge.errors import InputError
 
 PARTS = ("fit", "select", "certify")
@@ -153,7 +159,7 @@ class CutTexts(ArrayRecord):
     - `request`: what was asked
     - `window`: n, tokens per window, special tokens included
     - `sources`: the windows of each text
-    - `built_in`: all windows of the built-in text, which is evaluated beside the texts
+    - `built_in`: windows of the built-in text, which is evaluated beside the texts: of its second half for a decoder
     - `measured`: windows on which the tokenizer is checked; none is in the certify part
     - `seen`: the contents of the windows of `sources`
     """
@@ -205,8 +211,9 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     if not measured:
         size = min(length, len(ids) // _READ, MEASURED_TOKENS // _READ)
         measured = tuple(ids[: _READ * size].view(_READ, size))
-    ids = ids[MEASURED_TOKENS:] if request.spare else ids
     bodies = ids[: len(ids) // length * length].view(-1, length)
+    if request.decoder:  # what decides about the BOS token, or is continued in a recovery, is not evaluated
+        bodies = bodies[-(-len(bodies) // 2) :]
     built_in = CutSource("built-in", default.source, default.digest, (bodies[:0], bodies[:0], bodies))
     return CutTexts(request, length + request.around, sources, built_in, measured, seen)
 
@@ -250,20 +257,6 @@ def distinct_windows(
         for bodies, count in zip(fresh, needed, strict=True)
     ]
     return list(zip(found, chosen, strict=True))
-
-
-def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:
-    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`.
-
-    The content of a window are its first `compared` tokens.
-    """
-    kept = []
-    for index, row in enumerate(windows[:, :compared].contiguous().numpy()):
-        content = hashlib.sha256(row.tobytes()).digest()
-        if content not in seen:
-            seen.add(content)
-            kept.append(index)
-    return windows[kept]
 
 
 def _read(

@@ -18,4 +18,5 @@ def given_calibration(given: GivenWindows, sizes: CalibrationSizes, tokens: int)
     )  # fmt: skip
     digest = windows_digest(parts)
     record = CalibrationRecord(window=tokens, bos=None, bos_reason="", sources=(source,), sha256=digest)
-    return Calibration(record, *parts)
+    fit, select, certify = parts
+    return Calibration(record, fit, select, certify)

@@ -24,11 +24,11 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, Placement, parameter_count
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.checkpoints.model_samples import even_rows, fitting_rows, sample_windows
 from depthgauge.checkpoints.samples import Inputs, repeated, shortened
 from depthgauge.checkpoints.source import Source, weight_bytes, weight_files
 from depthgauge.checkpoints.stored_weights import built_model
 from depthgauge.surgery.extract import shrunk_config
-from depthgauge.surgery.model_samples import even_rows, fitting_rows, sample_windows
 from depthgauge.surgery.speed import device_time
 
 LIBRARIES = {"cpu": 0.6e9, "cuda": 3e9}

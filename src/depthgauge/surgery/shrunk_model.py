@@ -1,18 +1,19 @@
 """Make shrunk models: with given blocks removed, or the smallest one whose loss stays within a limit."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import torch
 
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.record import finite
-from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.results.shrink_record import CandidateRecord, HealRecord, RepairStage, TestedSize
-from depthgauge.surgery.candidates import Candidates, Losses, difference, in_memory, put_weights
+from depthgauge.results.recover_record import RecoveryRecord
+from depthgauge.results.shrink_record import CandidateRecord, RepairStage, TestedSize
+from depthgauge.surgery.candidates import Candidates, Losses, difference, put_weights
 from depthgauge.surgery.certify import Certifier
-from depthgauge.surgery.distill import distill
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
 from depthgauge.surgery.gguf_rounding import round_changed
@@ -20,11 +21,6 @@ from depthgauge.surgery.shrinker import Removed, Shrinker
 
 _BEYOND = 2.0
 """`--max-increase a` searches until the objective on the selection windows grows by more than this times a."""
-HEAL_TOKENS = 8192
-"""Tokens per step of healing."""
-ROUND = 50
-"""Steps of `--heal auto` between two measurements."""
-MOST_ROUNDS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +30,7 @@ class ShrunkModel:
     - `model`: the transformers model
     - `removed`: the removed blocks
     - `candidates`: the sets of blocks that it was compared with, the best first
-    - `stages`, `heal`: what changed the weights
+    - `stages`, `recovery`: what changed the weights
     - `objective`: the objective on the selection windows
     - `encoded`: for a GGUF file, the bytes of the changed tensors, by the names in the source file
     """
@@ -43,7 +39,7 @@ class ShrunkModel:
     removed: Removed
     candidates: tuple[CandidateRecord, ...]
     stages: tuple[RepairStage, ...]
-    heal: HealRecord | None
+    recovery: RecoveryRecord | None
     objective: float
     encoded: Mapping[str, EncodedTensor] = field(default_factory=dict)
 
@@ -56,11 +52,11 @@ class ShrunkModel:
 def make_model(
     candidates: Candidates,
     sets: Mapping[str, Removed],
-    settings: ShrinkOptions,
     stored: torch.dtype | GgufLayout | None,
     given: Removed | None = None,
+    recovery: Recovery | None = None,
 ) -> ShrunkModel:
-    """Choose one of several sets of blocks, repair and heal the others, and return the model as it is written.
+    """Choose one of several sets of blocks, repair and train the others, and return the model as it is written.
 
     `stored` is the dtype in which it is written, or the GGUF file whose types the weights are rounded to. None keeps
     the dtype of the dense model, which has its original weights afterwards. The set `given` is removed, if there is
@@ -70,22 +66,22 @@ def make_model(
     with shrinker.durations("repair and comparison"):
         removed, compared = candidates.choose(sets, given)
         made = candidates.repair(removed)
-    losses, healed = made.losses, None
-    if settings.heal is not None:
-        with shrinker.durations("healing"):
-            losses, healed = _heal(shrinker, removed, losses, settings)
+    losses, trained = made.losses, None
+    if recovery is not None:
+        with shrinker.durations("recovery"):
+            losses, trained = _recover(shrinker, removed, losses, recovery)
     stages, encoded = made.stages, dict[str, EncodedTensor]()
     if isinstance(stored, GgufLayout):
         with shrinker.durations("rounding"):
             encoded, losses, rounding = _round(shrinker, removed, losses, stored)
         if rounding is not None and not rounding.kept:  # all changes are undone
             stages = tuple(msgspec.structs.replace(stage, kept=False) for stage in stages)
-            healed = None if healed is None else msgspec.structs.replace(healed, kept=False)
+            trained = None if trained is None else msgspec.structs.replace(trained, kept=False)
         stages += () if rounding is None else (rounding,)
     model = shrinker.model()
     shrinker.restore()
     model = cast(model, stored) if isinstance(stored, torch.dtype) else model
-    return ShrunkModel(model, removed, compared, stages, healed, float(losses.mean()), encoded)
+    return ShrunkModel(model, removed, compared, stages, trained, float(losses.mean()), encoded)
 
 
 def _round(
@@ -112,43 +108,32 @@ def _round(
     return {}, bare, stage
 
 
-def _heal(shrinker: Shrinker, removed: Removed, before: Losses, settings: ShrinkOptions) -> tuple[Losses, HealRecord]:
-    """Train the weights of the kept blocks, but not `BlockRunner.shared`; undo it if it gains less than its error.
+def _recover(shrinker: Shrinker, removed: Removed, before: Losses, recovery: Recovery) -> tuple[Losses, RecoveryRecord]:
+    """Distil the kept blocks, but not `BlockRunner.shared`, towards the dense model, and put them into the student.
 
-    With `auto`, it is done in rounds, and the last round is undone that does not gain more than its standard error.
+    The student has the repaired weights of the dense model's own blocks, which are put back meanwhile.
     """
-    runner = shrinker.runner
-    kept = dict.fromkeys(weight for layer in shrinker.kept for weight in runner.blocks[layer].parameters())
-    weights = [weight for weight in kept if weight not in runner.shared]
-    shrinker.remember(weights)
-    rounds = [ROUND] * MOST_ROUNDS if settings.heal == "auto" else [int(settings.heal or 0)]
-    losses, done = before, 0
-    for number, steps in enumerate(rounds):
-        before_round = in_memory(weights)
-        saved = shrinker.journal.file("heal", (*removed, number))
-        distill(
-            shrinker, 0, weights, steps=steps, tokens=HEAL_TOKENS, seed=settings.seed + number, saved=saved,
-            label="healing" if len(rounds) == 1 else f"healing, round {number + 1}",
-        )  # fmt: skip
-        after = shrinker.losses()
-        gain, error = difference(losses, after)
-        if not gain > error:
-            put_weights(weights, before_round)
-            break
-        losses, done = after, done + steps
-    reached = after if done == 0 else losses
-    record = HealRecord(
-        steps=done or steps, before=finite(before.mean()), after=finite(reached.mean()), kept=done > 0
-    )  # fmt: skip
-    return losses, record
+    runner, kept = shrinker.runner, list(shrinker.kept)
+    model = shrinker.model()
+    smaller = replace(shrinker.checkpoint, model=model, config=model.config)
+    own = [weight for layer in kept for weight in runner.blocks[layer].parameters()]
+    made = [weight for block in blocks_of(smaller) for weight in block.parameters()]
+    pairs = {one: other for one, other in zip(own, made, strict=True) if one not in runner.shared}
+    shrinker.restore()
+    folder = shrinker.journal.directory("recovery", removed)
+    record = recovery.run(smaller, shrinker.checkpoint, list(pairs.values()), folder, shrinker.progress)
+    shrinker.keep_all_but(removed)
+    shrinker.remember(pairs)
+    put_weights(list(pairs), [value.detach() for value in pairs.values()])
+    return (shrinker.losses() if record.kept else before), record
 
 
 def largest_within(
     candidates: Candidates,
     certifier: Certifier,
     limit: float,
-    settings: ShrinkOptions,
     stored: torch.dtype | GgufLayout | None,
+    recovery: Recovery | None = None,
 ) -> tuple[ShrunkModel | None, tuple[TestedSize, ...]]:
     """Test sizes from gentle to harsh on the certify windows, and return the last model before one fails.
 
@@ -165,7 +150,7 @@ def largest_within(
     for size in range(1, len(shrinker.steps) + 1):
         with shrinker.durations("search"):
             sets = shrinker.sets(size)
-        made = make_model(candidates, sets, settings, stored)
+        made = make_model(candidates, sets, stored, recovery=recovery)
         bound = certifier.bound(certifier.measure(made.model, f"size {size}")).increase
         passed = bound is not None and bound <= limit
         tested += (TestedSize(removed=size, bound=bound, passed=passed),)

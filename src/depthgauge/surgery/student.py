@@ -72,7 +72,7 @@ class Student:
     - `objective`: the objective on the selection windows; `dense_losses` are its values for the dense model
     - `effort`, `repairs`: how much work to do, and whether weights may change
     - `journal`: the finished steps of an interrupted run
-    - `durations`: how long search, repair and healing took
+    - `durations`: how long search, repair and recovery took
     """
 
     def __init__(
@@ -152,8 +152,16 @@ class Student:
 
     def losses(self) -> Float[Tensor, " select"]:
         """Return the objective of the shrunk model on every selection window."""
-        place = max(0, self.first_gap - 1)
+        place = min(max(0, self.first_gap - 1), self._first_changed)
         return self.objective(self.runner.through(self.kept[place:], self.select.at(place), self.select.inputs))
+
+    @property
+    def _first_changed(self) -> int:
+        """The number of kept blocks before the first one whose weights may differ: a recovery trains all of them."""
+        weights = [self.runner.blocks[layer].parameters() for layer in self.kept]
+        return next(
+            (place for place, own in enumerate(weights) if not self._originals.keys().isdisjoint(own)), len(weights)
+        )
 
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model, after checking its output."""

@@ -1,4 +1,4 @@
-"""Run a GGUF file in llama.cpp, in a fresh process, and compare it with the same weights in transformers."""
+"""Run GGUF files in llama.cpp, in a fresh process: compare one with its weights in transformers, and time two."""
 
 import json
 import os
@@ -20,6 +20,9 @@ from depthgauge._format import counted, number, one_line
 from depthgauge.checkpoints.load import context_length
 from depthgauge.checkpoints.model_output import decoded
 from depthgauge.errors import InputError, VerificationError, install_command
+from depthgauge.results.shrink_record import SpeedRecord
+from depthgauge.surgery import speed
+from depthgauge.surgery.paired_times import PairedTimes
 
 PROMPT, NEW_TOKENS, LIKELY = 256, 32, 10
 """Tokens of the prompt, tokens that are generated after it, and log-probabilities that are compared at each."""
@@ -65,8 +68,8 @@ def has_llama() -> bool:
 def not_checked() -> str:
     """Return the note of a result that llama.cpp has not checked."""
     return (
-        "the file was read back and is complete, but not run in llama.cpp, which is not installed; to check it, "
-        f"install the extra `gguf`: {install_command('gguf')}"
+        "the file was read back and is complete, but not run in llama.cpp, which is not installed; to check and "
+        f"time it, install the extra `gguf`: {install_command('gguf')}"
     )
 
 
@@ -151,7 +154,23 @@ def require_same(out: str | Path, found: LlamaComparison, source: LlamaCompariso
         )
 
 
-def _run(request: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+def llama_speed(before: Path, after: Path, window: Int[Tensor, " n"], processes: int) -> SpeedRecord:
+    """Time two GGUF files in llama.cpp by its own clock; see `speed_record` for the arguments."""
+    threads, size = torch.get_num_threads(), before.stat().st_size + after.stat().st_size
+    request = {
+        "path": "both files at once", "files": [str(before), str(after)], "prompt": window.tolist(),
+        "seconds": speed.SECONDS, "context": len(window) + NEW_TOKENS, "threads": threads,
+    }  # fmt: skip
+    try:
+        found = _run(request, SECONDS + SECONDS_PER_GB * size / 1e9)
+    except VerificationError as error:  # such as too little memory; each of them was run alone
+        return SpeedRecord(prefill=None, decode=None, what=f"not measured: {error}")
+    prefill, decode = (PairedTimes(*found[part]) for part in ("prefill", "decode"))
+    place = f"in llama.cpp with {counted(threads, 'thread')}"
+    return speed.speed_record(counted(found["tokens"], "token"), prefill, decode, place, processes)
+
+
+def _run(request: dict[str, Any], limit: float) -> Any:
     """Run `llama_process.py` in a new process without depthgauge, and return its result."""
     script = resources.files("depthgauge.surgery").joinpath("llama_process.py").read_text("utf-8")
     with tempfile.TemporaryDirectory(prefix="depthgauge-") as folder:
@@ -175,8 +194,7 @@ def _run(request: dict[str, Any], limit: float) -> list[dict[str, Any]]:
         if ended.returncode != 0 or not (exchange / "result.json").is_file():
             said = (exchange / "errors").read_text("utf-8", "replace")
             raise VerificationError(f"llama.cpp cannot run {request['path']}: {_reason(said, ended.returncode)}")
-        result: list[dict[str, Any]] = json.loads((exchange / "result.json").read_text("utf-8"))
-        return result
+        return json.loads((exchange / "result.json").read_text("utf-8"))
 
 
 def _reason(said: str, code: int) -> str:

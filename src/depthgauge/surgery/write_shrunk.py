@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import contiguous, counted, number, ranges
+from depthgauge._format import contiguous, number, ranges
 from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
@@ -24,11 +24,14 @@ from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import GIVEN, BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
-    BY_LOSS,
     accuracy_sentence,
+    cost_columns,
     guarantee_sentences,
     layers_text,
     objective_label,
+    text_columns,
+    texts_caption,
+    times_sentence,
 )
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
@@ -93,7 +96,7 @@ def write_shrunk(
         if journal is not None:
             journal.claim(out, text)
         documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, source))}
-        unchanged = not record.repaired and not (record.heal is not None and record.heal.kept)
+        unchanged = not record.repaired and not (record.recovery is not None and record.recovery.kept)
         # mergekit reads directories, and leaves lists with one entry per layer as they are.
         if (
             unchanged
@@ -180,8 +183,9 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
         )
     else:
         yield "The remaining weights are unchanged."
-    if record.heal is not None and record.heal.kept:
-        yield f"The model was then trained for {counted(record.heal.steps, 'step')} to imitate the source model."
+    if record.recovery is not None and record.recovery.kept:
+        tokens = record.recovery.tokens
+        yield f"The model was then trained on {tokens:,} tokens to predict what the source model predicts."
     if name.endswith(".gguf"):
         yield "The source is a quantized GGUF file; its weights were dequantized."
     yield f"It has {record.parameters.after or 0:,} parameters instead of {record.parameters.before or 0:,}."
@@ -189,32 +193,14 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
 
 
 def _measured(record: ShrinkRecord) -> Iterator[str]:
-    label, loss, noun = objective_label(record.objective), record.loss, record.plan.calibration.noun
-    title, windows = label.title[:1].upper() + label.title[1:], f"on {noun}s that were used for nothing else"
-    if record.objective in BY_LOSS:
-        yield f"{title}, {windows}: {number(loss.dense)} before, {number(loss.shrunk)} after."
-    else:
-        yield f"{title}, {windows}: {number(loss.shrunk)}."
+    title = objective_label(record.objective).title
+    # Each text is a source that has certify windows, in the same order.
+    digests = [f"{one.sha256[:_DIGITS]}…" for one in record.plan.calibration.sources if one.certify]
+    yield from _table(text_columns(record) | {"SHA-256": digests})
+    yield from ("", f"{title[:1].upper()}{title[1:]}. {texts_caption(record)}")
     if record.accuracy is not None:
-        yield ""
-        yield f"The {accuracy_sentence(record)}."
-    if record.texts:
-        yield ""
-        what = "text" if noun == "window" else f"{noun}s"
-        yield f"| {what} | SHA-256 | {'increase of the loss' if record.objective in BY_LOSS else 'change'} |"
-        yield "| --- | --- | --- |"
-        # Each text is a source that has certify windows, in the same order.
-        sources = [source for source in record.plan.calibration.sources if source.certify]
-        for text, source in zip(record.texts, sources, strict=True):
-            cells = (text.name.replace("|", "&#124;"), f"{source.sha256[:_DIGITS]}…", number(text.increase))
-            yield f"| {' | '.join(cells)} |"
-    if record.speed is not None:
-        decode = record.speed.decode
-        yield ""
-        prompt = "a prompt" if noun == "window" else f"one {noun}"
-        yield f"Speed on {prompt}, relative to the source model: {number(record.speed.prefill)}." + (
-            "" if decode is None else f" Speed of generation: {number(decode)}."
-        )
+        yield from ("", f"The {accuracy_sentence(record)}.")
+    yield from ("", *_table(cost_columns(record)), "", times_sentence(record))
     if sentences := guarantee_sentences(record):
         yield from ("", "## Guarantee", "", *(f"- {sentence}" for sentence in sentences))
     if record.evaluation is not None:
@@ -224,10 +210,17 @@ def _measured(record: ShrinkRecord) -> Iterator[str]:
 def _tasks(record: EvaluateRecord) -> Iterator[str]:
     yield "| task | items | source model, % | this model, % | difference, points, with its 95 % interval | p |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, 1), strict=True):
+    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, -1), strict=True):
         cells = [name, number(items), percent_text(before.accuracy), percent_text(after.accuracy)]
         yield f"| {' | '.join([*cells, difference_text(after), number(after.p, 2)])} |"
     yield from ("", *(f"- {sentence}" for sentence in (*task_guarantees(record), *record.notes)))
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{' --- |' * len(columns)}"
+    for row in zip(*columns.values(), strict=True):
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
 
 
 def mergekit_plan(name: str, dtype: str, kept: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
 from depthgauge.surgery.open_model import OpenedModel
 from depthgauge.surgery.output_names import record_file
 from depthgauge.surgery.shrunk_model import ShrunkModel
-from depthgauge.surgery.verify_gguf import LlamaComparison, compare_with_llama, not_checked, require_same
+from depthgauge.surgery.verify_gguf import LlamaComparison, compare_with_llama, llama_speed, not_checked, require_same
 from depthgauge.surgery.write_gguf import check_written, provenance, shrunk_fields, write_gguf
 
 
@@ -37,7 +37,8 @@ def write_shrunk_gguf(
 ) -> ShrinkRecord:
     """Write a model as a GGUF file, check it, and describe it with the losses of its weights as they are stored.
 
-    transformers must read every weight as it is in memory. Then llama.cpp runs the file, unless it is not installed.
+    transformers must read every weight as it is in memory. Then llama.cpp runs the file, and times it and its
+    source in turns, unless it is not installed.
     The file gets its name after all checks, and the record is written just before.
 
     `record` is the result without the losses of the shrunk model, which `finish` completes once everything was
@@ -63,15 +64,19 @@ def write_shrunk_gguf(
         if source is None:
             record = msgspec.structs.replace(record, notes=(*record.notes, not_checked()))
         else:
+            window = as_samples(certifier.inputs, TEXT).main[0]
             certifier.progress(0, 1, "the result in llama.cpp")
             with durations("check in llama.cpp"):
-                found = compare_with_llama(path, model, as_samples(certifier.inputs, TEXT).main[0])
+                found = compare_with_llama(path, model, window)
             require_same(out, found, source)
             reload = ReloadRecord(
                 difference=found.difference, layers=len(kept), generation=found.sentence, program=LLAMA,
                 source_difference=source.difference,
             )  # fmt: skip
-            record = msgspec.structs.replace(record, reload=reload)
+            certifier.progress(0, 1, "speed of both files")
+            with durations("speed"):
+                speed = llama_speed(checkpoint.source.path, path, window, journal.ranks.count)
+            record = msgspec.structs.replace(record, reload=reload, speed=speed)
         size = BeforeAfter(before=record.bytes.before, after=path.stat().st_size)
         record = finish(msgspec.structs.replace(record, bytes=size, out=str(out)))
         text = msgspec.json.format(msgspec.json.encode(record)).decode() + "\n"

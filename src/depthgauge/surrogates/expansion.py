@@ -38,7 +38,7 @@ class Expansion:
         self.V: list[Enclosure] = []
         for layer in network:
             weights = (layer.query, layer.key, layer.value)
-            query, key, value = (weight.detach().cpu().to(torch.float64) for weight in weights)
+            query, key, value = (weight.detach().to("cpu", torch.float64, copy=True) for weight in weights)
             self.W.append((Enclosure.exact(query) @ key.mT) * network.scale)
             self.V.append(Enclosure.exact(value))
         self._drift: dict[tuple[int, int], Enclosure] = {}

@@ -63,14 +63,13 @@ def subject_record(
         for name in (observed[0]["scores"] if observed else ())
     }
     trust = _trust(scores, what_ifs)
-    distance = regime(weights) if weights else None
     has_loss = bool(observed) and observed[0]["loss"] is not None
     return CheckpointSubject(
         name=checkpoint.name,
-        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, distance),
+        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, measured=bool(observed)),
         model=checkpoint.describe(),
         text=text,
-        regime=distance,
+        regime=regime(weights) if weights else None,
         first_layer=first_layer,
         baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
         accuracy=mean(seen["accuracy"] for seen in observed) if observed and "accuracy" in observed[0] else None,

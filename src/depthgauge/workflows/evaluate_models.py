@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, w
 from depthgauge.progress import Step
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
-from depthgauge.results.evaluate_verdicts import AS_FIRST
+from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_record import SHRINK_ADVICE, CalibrationRecord, check_shrink
 
@@ -199,6 +200,33 @@ def evaluation_record(
         },
         seconds=seconds,
     )
+
+
+def tasks_after(asked: str | None, device: torch.device, objective: str) -> str | None:
+    """Return the tasks that the dense, the smaller and the recovered model answer: loss does not predict tasks.
+
+    By default this is the shipped one on a GPU, where lm-eval is installed. On a CPU it would take longer than many
+    trainings.
+    """
+    if asked is not None or objective != "loss" or device.type == "cpu":
+        return asked
+    return CLOZE if find_spec("lm_eval") is not None else None
+
+
+def fall_warnings(before: ModelAnswers, after: ModelAnswers) -> list[str]:
+    """Return a warning for each task that the recovered model answers worse than before, surely, item by item."""
+    from depthgauge.checkpoints.paired_accuracy import accuracy_record
+
+    found = []
+    for name, answers in after.answers.items():
+        metric = next(metric for metric in METRICS if metric in answers.right)
+        one = accuracy_record(answers.right[metric], before.answers[name].right[metric])
+        if one.high is not None and one.high < 0:
+            found.append(
+                f"warning: the recovery lowered the loss and the accuracy on {name}, by {difference_text(one)} points; "
+                "train on text that is more general, with --general"
+            )
+    return found
 
 
 def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedEvaluation) -> list[str]:

@@ -13,6 +13,7 @@ from depthgauge._journal import Journal
 from depthgauge._ranks import ALONE, Ranks
 from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
@@ -300,6 +301,7 @@ def _find_source(
             "on the hub, and `depthgauge collapse` is for network files"
         )
     find_texts(settings.text, settings.as_is)  # raises before a download
+    find_general(settings.general)
     given = find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)

@@ -25,16 +25,13 @@ from depthgauge.surgery.distill import TRAINING, windows_per_step
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import calibration_request
 from depthgauge.surgery.part_costs import LIBRARIES, PartCosts, few_blocks, measure_costs, update_time
-from depthgauge.surgery.shrunk_model import HEAL_TOKENS, MOST_ROUNDS, ROUND
-from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
+from depthgauge.surgery.speed import SECONDS
 from depthgauge.surgery.student import Effort, effort_of
 
-_SPEED_RUNS = 2 * (REPEATS + 1)
-"""Runs of the two models when their speed is compared."""
+_NEW_TOKENS = 32
+"""Tokens that the new process generates, with a cache and without."""
 _BACKWARD = 1.8
 """The backward pass of a block in forward passes, where the repair trains a part of its weights."""
-_HEALED = 2.5
-"""The same where all of its weights are trained."""
 _AFTER = 0.6
 """Share of the kept blocks after the first gap, which the repair changes: half for SmolLM2, nearly all for MiniLM."""
 _REFIT = 5.0
@@ -47,10 +44,8 @@ _WRITTEN = 1e9
 """Bytes that are written or copied per second."""
 PROCESSES = (2, 4, 8)
 """Numbers of processes for which a run is estimated too."""
-_DIVIDED = ("dense model", "search", "repair and comparison", "healing", "certification")
+_DIVIDED = ("dense model", "search", "repair and comparison", "certification")
 """The parts of a run that processes divide among them."""
-ADVISED_STEPS = 200
-"""Steps of healing that a result without healing tells the cost of."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class ShrinkJob:
     - `window`: tokens per window
     - `samples`, `sample_tokens`: samples that are drawn from the model, and the tokens of each
     - `is_given`: whether the blocks are given
-    - `repairs`, `healed`: whether weights are repaired, and the steps of healing
+    - `repairs`: whether weights are repaired
     - `has_head`: whether the loss of a language model is measured
     - `makes`: what the run ends with: `PLAN`, `MEMORY`, `DIRECTORY` or `GGUF`
     - `stored`: bytes of a parameter in what is written
@@ -83,7 +78,6 @@ class ShrinkJob:
     is_given: bool = False
     repairs: bool = True
     has_head: bool = True
-    healed: int = 0
     makes: str = DIRECTORY
     stored: float = 4.0
     task_tokens: int = 0
@@ -148,18 +142,14 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
         everything = Work(job.certify, job.certify, passes=reads)
         tasks = job.task_tokens / job.window
         made = Work(kept * job.certify, job.certify, passes=kept * reads)
-        if job.healed and not job.streams:
-            windows = heal_windows(job.healed, effort, job.window)
-            parts["healing"] = _times(sizes, Work(kept * windows, windows, job.healed * _update(job, costs)))
         parts["certification"] = everything if job.makes == DIRECTORY else everything + _times(sizes, made)
-        spoken = _SPEED_RUNS * NEW_TOKENS * costs.token
-        if not job.streams:
-            parts["speed"] = _times(sizes, Work(_SPEED_RUNS * (1 + kept) / 2, 0, spoken * (1 + kept) / 2))
+        if not job.streams:  # both models read a prompt; then the time limit is what it takes at most
+            parts["speed"] = _times(sizes, Work(1 + kept, 0, SECONDS))
         if tasks:
             parts["tasks"] = Work(tasks * (1 + sizes * kept), tasks * (1 + sizes))
         # The new process computes the windows one by one, and both processes hash all tensors.
         slower = kept * job.certify * max(0.0, costs.token - costs.window)
-        load, spoken = kept * (costs.load + 2 * costs.hashed), 4 * NEW_TOKENS * kept * costs.token
+        load, spoken = kept * (costs.load + 2 * costs.hashed), _NEW_TOKENS * kept * costs.token
         if job.makes == GGUF:
             parts["reading the file back"] = _times(sizes, Work(4, 4, load, kept))
         elif job.makes == DIRECTORY:
@@ -201,7 +191,7 @@ def _compared(job: ShrinkJob, costs: PartCosts) -> Work:
     repair = Work(
         after * (_REFIT * effort.fit + (1 + _BACKWARD) * trained + 2 * effort.select),
         3 * trained + 2 * effort.select,
-        seconds=moves + (0 if job.streams else steps * _update(replace(job, healed=0), costs)),
+        seconds=moves + (0 if job.streams else steps * _update(job, costs)),
         passes=5 * after,
     )
     return _times(len(job.counts), bare + _times(job.finalists, repair))
@@ -209,14 +199,14 @@ def _compared(job: ShrinkJob, costs: PartCosts) -> Work:
 
 def _update(job: ShrinkJob, costs: PartCosts) -> float:
     """Return how much longer a training step takes because the weights are changed in main memory."""
-    return job.update * (1 if job.healed else _AFTER) * _trained(job, costs)
+    return job.update * _AFTER * _trained(job, costs)
 
 
 def _trained(job: ShrinkJob, costs: PartCosts) -> float:
     """Return how many weights are trained at most."""
     if job.streams:
         return 0
-    share = 1 if job.healed else _REPAIRED if job.repairs else 0
+    share = _REPAIRED if job.repairs else 0
     return share * job.kept * costs.block_parameters
 
 
@@ -230,11 +220,6 @@ def _states_there(job: ShrinkJob, costs: PartCosts) -> float:
     """Return the bytes of these states on the device: all of them if they have room, or none."""
     states = _states(job, costs)
     return states if states < STATES_SHARE * costs.room else 0
-
-
-def heal_windows(steps: int, effort: Effort, window: int) -> float:
-    """Return the forward passes that healing takes: in the head too, which computes the targets, and is not trained."""
-    return (1 + _HEALED) * steps * windows_per_step(HEAL_TOKENS, effort.fit, window)
 
 
 def estimate_shrink(
@@ -296,7 +281,6 @@ def estimate_shrink(
         is_given=removed is not None,
         repairs=not settings.no_repair,
         has_head=whole.objective == "loss",
-        healed=ROUND * MOST_ROUNDS if settings.heal == "auto" else int(settings.heal or 0),
         makes=makes,
         stored=written,
         task_tokens=task_tokens,
@@ -322,7 +306,6 @@ def estimate_shrink(
         parts=streamed if placement.stream else resident,
         streamed=streamed,
         processes={} if placement.stream else divided,
-        at_most=settings.heal == "auto",
         gpu=round(gpu),
         ram=round(ram),
         disk=round(disk),
@@ -338,8 +321,8 @@ def needed_bytes(job: ShrinkJob, costs: PartCosts, device: str) -> tuple[float, 
         weights = smaller = weights - (1 - 2 / job.layers) * blocks * size
     states, changed = _states(job, costs), _trained(job, costs)
     originals, training = 2 * size * changed, TRAINING * changed
-    # The journal has the weights of every repair, and the state of AdamW.
-    kept = job.finalists * _REPAIRED * job.kept * blocks * size + (12 * changed if job.healed else 0)
+    # The journal has the weights of every repair.
+    kept = job.finalists * _REPAIRED * job.kept * blocks * size
     written = len(job.counts) * job.stored * (costs.parameters - (1 - job.kept) * blocks)
     disk = written + kept if job.makes in (DIRECTORY, GGUF) else 0
     fresh = smaller if job.makes == DIRECTORY else 0
@@ -362,13 +345,4 @@ def time_left(estimate: EstimateRecord, done: Mapping[str, float]) -> str:
     known = [name for name in done if name in estimate.parts]
     slower = sum(done[name] for name in known) / max(1e-9, sum(estimate.parts[name] for name in known))
     left = sum(seconds for name, seconds in estimate.parts.items() if name not in done)
-    return f"{'at most' if estimate.at_most else 'about'} {duration(left * slower)} left"
-
-
-def heal_advice(steps: int, seconds: float) -> str:
-    """Return what healing would cost, and what it gave where it was measured (benchmarks/shrink.py --heal 200)."""
-    return (
-        f"--heal {steps} would train the kept blocks for about {duration(seconds)} more. Measured: 200 steps lowered "
-        "the increase of SmolLM2-135M without 7 blocks from 0.24 to 0.20 nats per token, and did not help Gemma-3-270m "
-        "without 4 blocks; training that does not help is undone"
-    )
+    return f"about {duration(left * slower)} left"

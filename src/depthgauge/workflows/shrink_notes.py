@@ -30,13 +30,11 @@ def shrink_notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel)
             notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
     if checkpoint.stream is not None:
         notes.append(
-            "the weights were streamed: no text was sampled from the model, no weights were trained, and the speed was "
-            "not measured"
+            "the weights were streamed: no text was sampled from the model, no weights were trained, and the speed of "
+            "transformers was not measured"
         )
     if shrunk.stages and not shrunk.repaired:
         notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
-    if shrunk.heal is not None and not shrunk.heal.kept:
-        notes.append("healing did not lower the objective on the selection windows, so its result was discarded")
     if record.looks > 1 and record.guarantee is not None and not record.guarantee.tested:
         notes.append(
             f"{counted(record.looks, 'size')} may have been measured on these certify windows; the bounds allow for it"

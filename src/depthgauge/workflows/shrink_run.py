@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.block_runner import tokens_of
@@ -26,10 +27,12 @@ from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
+from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
+from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import (
     SHRINK_ADVICE,
@@ -60,22 +63,26 @@ from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.surgery.write_shrunk_gguf import write_shrunk_gguf
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
+    PreparedEvaluation,
     calibration_notes,
     evaluation_record,
+    fall_warnings,
     measure_model,
     prepare_evaluation,
+    tasks_after,
 )
+from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
 from depthgauge.workflows.shrink_estimate import (
-    ADVISED_STEPS,
     estimate_shrink,
-    heal_advice,
-    heal_windows,
     time_left,
 )
 from depthgauge.workflows.shrink_notes import shrink_notes
 
+TRAINING_PASSES = 4
+"""What training on a window costs in forward passes: one of the teacher, and three of the student and its gradients."""
+UNRECOVERED = "the smaller model before its recovery"
 SHRUNK = "the smaller model"
-"""The name of the shrunk model in the record of its tasks."""
+"""The names of the shrunk model in the record of its tasks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +115,9 @@ class ShrinkRun:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
         self.progress, self.ranks = progress, journal.ranks
-        asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
+        self._unrecovered: list[ModelAnswers] = []
         is_first = self.ranks.index == 0
-        self.evaluation = prepare_evaluation(asked, message) if settings.evaluate is not None and is_first else None
+        self.evaluation = self._prepared(settings.evaluate) if is_first else None
         with self.durations("loading"):
             found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
             self._require_same(found)
@@ -240,25 +247,27 @@ class ShrinkRun:
 
     def finish(self, out: str | Path | None, overwrite: bool) -> list[FinishedModel]:
         """Make, measure and write the model of every size."""
-        settings, opened = self.settings, self.opened
+        opened = self.opened
         counts = () if self._limit is not None else self.counts()
         with self.durations("certification"):
             self.certifier = Certifier(
-                opened.checkpoint, self.calibration, settings.confidence, progress=self.progress, ranks=self.ranks
+                opened.checkpoint, self.calibration, self.settings.confidence, progress=self.progress, ranks=self.ranks
             )
         if self._limit is not None:
             with self._fresh_process(out) as process:
-                shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
+                shrunk, tested = largest_within(
+                    self.candidates, self.certifier, self._limit, opened.stored, self.recovery
+                )
                 return [self._written(shrunk, tested, out, overwrite, process)]
         made = []
         for count in counts:
-            folder = out if out is None or settings.sizes is None else sized_output(out, count)
+            folder = out if out is None or self.settings.sizes is None else sized_output(out, count)
             record = self.ranks.shared(partial(self._known_record, folder))
             if record is not None:
                 made.append(FinishedModel(record, None))
                 continue
             with self._fresh_process(folder) as process:
-                shrunk = make_model(self.candidates, self.sets(count), settings, opened.stored, self.given)
+                shrunk = make_model(self.candidates, self.sets(count), opened.stored, self.given, self.recovery)
                 made.append(self._written(shrunk, (), folder, overwrite, process))
         return made
 
@@ -294,14 +303,50 @@ class ShrinkRun:
         self.message(made.sentence if self.ranks.count == 1 else f"{made.sentence}, in one process")
         return made
 
-    def _heal_advice(self) -> tuple[str, ...]:
-        """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
-        shrinker = self.shrinker
-        checkpoint = self.opened.checkpoint
-        if self.settings.heal is not None or not shrinker.repairs or checkpoint.objective != "loss":
+    @cached_property
+    def amount(self) -> Amount | None:
+        """How long the smaller model is trained; None: not at all.
+
+        By default it is trained on a GPU, but not to find the largest size within a limit, which makes many models.
+        """
+        settings, checkpoint = self.settings, self.opened.checkpoint
+        by_default = AUTO if checkpoint.device.type == "cuda" and self._limit is None else OFF
+        amount = amount_of(settings.recover or by_default)
+        trains = not settings.no_repair and checkpoint.stream is None and settings.device_map is None
+        return amount if trains or settings.recover not in (None, AUTO) else None
+
+    @cached_property
+    def recovery(self) -> Recovery | None:
+        """What the smaller model is trained on."""
+        opened, settings, read, amount = self.opened, self.settings, self.opened.read, self.amount
+        if amount is None:
+            return None
+        if self.ranks.index == 0 and self.evaluation is None:
+            checkpoint = opened.checkpoint
+            self.evaluation = self._prepared(tasks_after(None, checkpoint.device, checkpoint.objective))
+        with self.durations("training windows"):
+            if isinstance(read, GivenWindows):
+                return recovery_on_windows(self.calibration, amount, settings.seed)
+            made = self.ranks.shared(
+                lambda: recovery_on_text(
+                    opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
+                    opened.start, amount, settings.seed, self.journal, self.progress, self.message,
+                )
+            )  # fmt: skip
+        return made if self.evaluation is None else replace(made, observe=self._observe)
+
+    def _recovery_advice(self) -> tuple[str, ...]:
+        """Say what training would take, where a language model could have been trained and was not."""
+        shrinker, tokens = self.shrinker, AUTO_TOKENS
+        is_possible = self.opened.checkpoint.objective == "loss" and shrinker.repairs and self.settings.recover is None
+        if self.amount is not None or not is_possible:
             return ()
-        windows = heal_windows(ADVISED_STEPS, shrinker.effort, self.calibration.record.window)
-        return (heal_advice(ADVISED_STEPS, windows * shrinker.window_seconds),)
+        passes = tokens / self.calibration.record.window * TRAINING_PASSES
+        return (
+            "the smaller model was not trained, which recovers most of the loss: at the pace of this run, --recover "
+            f"{tokens // 10**6}M would take about {duration(passes * shrinker.window_seconds)}, and --recover 30min "
+            "takes as long as it says",
+        )
 
     @property
     def _limit(self) -> float | None:
@@ -345,16 +390,26 @@ class ShrinkRun:
         self.message(f"model written to {out}")
         return FinishedModel(record, shrunk.model)
 
+    def _prepared(self, tasks: str | None) -> PreparedEvaluation | None:
+        asked = EvaluateOptions(tasks=tasks, confidence=self.settings.confidence)
+        return None if tasks is None else prepare_evaluation(asked, self.message)
+
     def _evaluated(self, model: Any) -> EvaluateRecord | None:
-        """Run the tasks of `--evaluate` on the dense and on the shrunk model, which is the one that is written."""
+        """Run the tasks on the dense model, on the shrunk one before its recovery, and on the one that is written."""
         started = time.perf_counter()
         if self.evaluation is None:
             return None
         smaller = wrap(as_dtype(model, self.opened.checkpoint.model.dtype), SHRUNK)
         with self.durations("tasks"):
-            found = [self._dense_answers, self._answers(smaller)]
+            found = [self._dense_answers, *self._unrecovered, self._answers(smaller)]
         notes = calibration_notes(SHRUNK, self.calibration.record, self.evaluation)
+        notes += fall_warnings(*found[1:]) if len(found) > 2 else []
         return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+
+    def _observe(self, smaller: Checkpoint) -> None:
+        """Run the tasks on the shrunk model before its recovery."""
+        with self.durations("tasks"):
+            self._unrecovered = [self._answers(replace(smaller, name=UNRECOVERED))]
 
     @cached_property
     def _dense_answers(self) -> ModelAnswers:
@@ -418,7 +473,7 @@ class ShrinkRun:
             memory=None,
             curve=() if shrunk is None else self.shrinker.curve(made.removed, made.objective),
             stages=made.stages,
-            heal=made.heal,
+            recovery=made.recovery,
             reload=None,
             plan=self.plan(made.removed, made.candidates),
             notes=(),
@@ -438,11 +493,12 @@ class ShrinkRun:
         notes += (*self.shrinker.refusals, *self.candidates.notes)
         if self.ranks.count > 1:
             notes += (f"{self.ranks.count} processes divided the windows",)
-        if checkpoint.stream is not None or self.ranks.index:
-            return msgspec.structs.replace(record, notes=notes)
+        notes += self._recovery_advice() if checkpoint.stream is None else ()
+        if checkpoint.stream is not None or self.ranks.index or isinstance(self.opened.stored, GgufLayout):
+            return msgspec.structs.replace(record, notes=notes)  # llama.cpp times a GGUF file when it is written
         self.progress(0, 1, "speed of both models")
-        dense = checkpoint.model
+        dense, smaller = checkpoint.model, as_dtype(shrunk.model, checkpoint.model.dtype)
         with self.durations("speed"):
-            speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes += (*self._heal_advice(), f"memory: {kind}")
+            speed, memory, kind = compare_speed(dense, smaller, certifier.inputs[:1], self.ranks.count)
+        notes += (f"memory: {kind}",)
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)

@@ -64,10 +64,14 @@ def column_sums(M: arb_mat) -> Vector:
     return through([arb(1)] * M.nrows(), absolute(M))
 
 
+def length(entries: Sequence[arb]) -> arb:
+    """Bound the Euclidean length; an interval around 0 has no root, but its upper end has."""
+    return sum((entry * entry for entry in entries), arb(0)).upper().sqrt().upper()
+
+
 def column_lengths(M: arb_mat) -> Vector:
     """Bound ‖M e_a‖₂ for every column a."""
-    squares = arb_mat(M.nrows(), M.ncols(), [entry * entry for entry in M.entries()])
-    return [entry.sqrt().upper() for entry in through([arb(1)] * M.nrows(), squares)]
+    return [length(column) for column in M.transpose().tolist()]
 
 
 def identity(n: int) -> arb_mat:

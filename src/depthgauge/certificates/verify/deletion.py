@@ -155,10 +155,10 @@ def kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) 
         mine, theirs = network[k], surrogate[k - first]
         if not _same_mlp(mine, theirs):
             raise VerificationError(f"layer {k}: the MLPs differ")
-        if _same_attention(mine, theirs) and network.scale == surrogate.scale:
+        if bool(theirs.value.any()):
+            if not (_same_attention(mine, theirs) and network.scale == surrogate.scale):
+                raise VerificationError(f"layer {k}: the surrogate's attention is neither the network's nor deleted")
             kept.add(k)
-        elif bool(theirs.value.any()):
-            raise VerificationError(f"layer {k}: the surrogate's attention is neither the network's nor deleted")
     return kept
 
 

@@ -35,11 +35,11 @@ class ArbExpansion:
     def drift(self, k: int, end: int) -> arb_mat:
         """Return Z_{k:ℓ} = A_k ⋯ A_{ℓ−1} − I with A = I + ΣV; without skips V_k ⋯ V_{ℓ−1}."""
         if (k, end) not in self._drift:
-            eye, product = identity(self.dim), identity(self.dim)
+            product = arb_mat(self.dim, self.dim) if self.skip else identity(self.dim)
             for layer in self.V[k:end]:
                 V = sum(layer[1:], layer[0])
-                product = product * (eye + V) if self.skip else product * V
-            self._drift[k, end] = product - eye if self.skip else product
+                product = product + V + product * V if self.skip else product * V  # no 1 + η − 1, which loses digits
+            self._drift[k, end] = product
         return self._drift[k, end]
 
     def carried(self, k: int, end: int) -> list[arb_mat]:

@@ -14,6 +14,7 @@ from depthgauge.certificates.verify.arb_vectors import (
     add,
     column_lengths,
     largest,
+    length,
     smaller,
     spectral_norm,
     through,
@@ -116,7 +117,7 @@ class ArbParallel:
 
     def _slope(self, z: arb) -> arb:
         if not self.gelu:
-            return arb(1) if z.mid() > 0 else arb(0)
+            return arb(1) if z > 0 else arb(0)
         return (1 + (z / arb(2).sqrt()).erf()) / 2 + z * (-z * z / 2).exp() / (2 * arb.pi()).sqrt()
 
     def bound(self) -> Vector:
@@ -130,7 +131,7 @@ class ArbParallel:
         attention, mlp = ([[arb(0)] * self.d for _ in self.points] for _ in range(2))
         slopes = [[self._through_mlp(k, t) for k in every] for t in range(len(self.points))]
         for k, layer in enumerate(self.layers):
-            own = [_length(row) for row in _added([self.m[j] for j in range(k)], *self._shape()).tolist()]
+            own = [length(row) for row in _added([self.m[j] for j in range(k)], *self._shape()).tolist()]
             late = [sum([*self.E[:k], *G, *F[t][:k]], arb(0)) for t in range(len(self.points))]
             start = self._reach(range(k))
             rho = [(start + own[t] + late[t]).upper() for t in range(len(self.points))]
@@ -189,7 +190,7 @@ class ArbParallel:
         else:
             far = largest([a, b])
             pairs = zip(widths, self.hidden[k].tolist()[t], strict=True)
-            reached = [(w, (far * w - abs(z.mid()) + z.rad()).upper()) for w, z in pairs]
+            reached = [(w, (far * w + (-z if z > 0 else z)).upper()) for w, z in pairs]
             errors = [smaller((between * w).upper(), r if r > 0 else arb(0)) for w, r in reached]
         return through(errors, absolute(layer.w_out))
 
@@ -218,14 +219,14 @@ class ArbParallel:
         found = [entry.abs_upper() for entry in o.entries()]
         ranges = [head for heads in self.ranges for head in heads]
         for h, (W, q, V) in enumerate(zip(*names, strict=True)):
-            score = size * _length((W - given.W[h]).entries()) + _length((q - given.q[h]).entries())
+            score = size * length((W - given.W[h]).entries()) + length((q - given.q[h]).entries())
             turned = (size * score / 2).tanh().upper()
             found = add(found, times(size, column_lengths(V - given.V[h])), times(turned, ranges[h]))
-        return found, _length(found)
+        return found, length(found)
 
     def _mlp_mismatch(self, other: arb) -> Vector:
         """Bound |Σ_ℓ m_ℓ(y') − m'(y')|."""
-        size = largest([_length(point.u.entries()) + point.shift(other) for point in self.points])
+        size = largest([length(point.u.entries()) + point.shift(other) for point in self.points])
         w_in, b_in = (_beside([getattr(layer, name) for layer in self.mlps]) for name in ("w_in", "b_in"))
         w_out = _beside([layer.w_out.transpose() for layer in self.mlps]).transpose()
         b_out = _added([layer.b_out for layer in self.layers], 1, self.d)
@@ -300,18 +301,14 @@ def _mapped(function: Callable[[arb], arb], M: arb_mat) -> arb_mat:
     return arb_mat(M.nrows(), M.ncols(), [function(entry) for entry in M.entries()])
 
 
-def _length(entries: Sequence[arb]) -> arb:
-    return sum((entry * entry for entry in entries), arb(0)).sqrt().upper()
-
-
 def _longest(rows: arb_mat) -> arb:
-    return largest([_length(row) for row in rows.tolist()])
+    return largest([length(row) for row in rows.tolist()])
 
 
 def _diameter(rows: arb_mat) -> arb:
     """Bound the largest distance of two rows by twice the largest distance from their mean."""
     means = [sum(column, arb(0)) / len(column) for column in rows.transpose().tolist()]
-    return (2 * largest([_length([a - b for a, b in zip(row, means, strict=True)]) for row in rows.tolist()])).upper()
+    return (2 * largest([length([a - b for a, b in zip(row, means, strict=True)]) for row in rows.tolist()])).upper()
 
 
 def _ranges(rows: arb_mat) -> Vector:

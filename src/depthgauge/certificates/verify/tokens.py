@@ -7,7 +7,7 @@ from flint import arb, arb_mat
 from torch import Tensor
 
 from depthgauge.certificates.arb_values import to_arb
-from depthgauge.certificates.verify.arb_vectors import Vector, absolute, add, largest, smaller, through, times
+from depthgauge.certificates.verify.arb_vectors import Vector, absolute, add, largest, length, smaller, through, times
 from depthgauge.certificates.verify.box import rho
 from depthgauge.certificates.verify.expansion import ArbExpansion, negated, zeros
 from depthgauge.certificates.verify.lead import Terms
@@ -156,8 +156,8 @@ class PairLead:
             for side in (values, -values)
         )
         rest = (G + G.transpose()) * arb(0.5) - A * A.transpose() + B * B.transpose()
-        off = sum((entry * entry for entry in rest.entries()), arb(0)).sqrt() * self.spread
-        return (largest([_largest_square(self.points * side) for side in (A, B)]) + off).upper()
+        wide = largest([_largest_square(self.points * side) for side in (A, B)])
+        return (wide + length(rest.entries()) * self.spread).upper()
 
 
 def _largest_square(rows: arb_mat) -> arb:

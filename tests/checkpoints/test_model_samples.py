@@ -9,10 +9,10 @@ import torch
 from scipy import stats
 from tiny_models import DECODERS, tiny_model
 
+from depthgauge.checkpoints import model_samples
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.surgery import model_samples
-from depthgauge.surgery.model_samples import draw, even_rows, fitting_rows, ordinary_tokens, sample_windows
+from depthgauge.checkpoints.model_samples import draw, even_rows, fitting_rows, ordinary_tokens, sample_windows
 
 
 def tiny(name: str, **settings: Any) -> Checkpoint:
@@ -108,6 +108,15 @@ def test_the_first_token_is_uniform() -> None:
     two = sample_windows(tiny("llama"), windows=5, window=6, before=[1, 8], seed=0)
     assert (two[:, :2] == torch.tensor([1, 8])).all()
     assert two.shape == (5, 6)
+
+
+def test_prompts_are_continued() -> None:
+    checkpoint = tiny("llama")
+    prompts = torch.randint(3, 40, (5, 6), generator=torch.Generator().manual_seed(0))
+    ids = sample_windows(checkpoint, windows=5, window=16, before=[1], prompts=prompts, seed=11, batch=2)
+    uniform = torch.rand(5, 15, generator=torch.Generator().manual_seed(11), dtype=torch.float64)[:, 6:]
+    started = torch.cat([torch.ones(5, 1, dtype=torch.int64), prompts], dim=1)
+    assert torch.equal(ids, plain_windows(checkpoint, started, uniform, list(range(1, 40))))
 
 
 def test_batches_change_no_token_and_seeds_do() -> None:

@@ -21,11 +21,12 @@ from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import decoded
+from depthgauge.checkpoints.windows import surround
 from depthgauge.progress import Step, silent
 
 MEMORY_SHARE = 0.25
 """The share of the free memory that the KV cache and the logits of one batch may take."""
-MOST_ROWS = 256
+MOST_ROWS = 1024
 """The number of windows that are decoded together; it is halved until they fit into memory."""
 
 
@@ -37,13 +38,15 @@ def sample_windows(
     before: Sequence[int],
     seed: int,
     starts: Sequence[int] | None = None,
+    prompts: Int[Tensor, "windows prompt"] | None = None,
     batch: int | None = None,
     progress: Step = silent,
 ) -> Int[Tensor, "windows n"]:
     """Sample windows of text from a causal language model at temperature 1, with its KV cache.
 
-    A window is `before`, one token drawn uniformly from `starts`, and the model's own continuation. It does not end at
-    an EOS token: the model continues after it. The padding token is never drawn, unless it is also a BOS or EOS token.
+    A window is `before`, one token drawn uniformly from `starts` or a row of `prompts`, and the model's own
+    continuation. It does not end at an EOS token: the model continues after it. The padding token is never drawn,
+    unless it is also a BOS or EOS token.
     The same seed gives the same windows on the same device.
 
     Args:
@@ -53,6 +56,7 @@ def sample_windows(
         before: token ids at the start of every window, usually the BOS token; may be empty.
         seed: chooses all random numbers.
         starts: token ids; by default all that the model's configuration does not name as special tokens.
+        prompts: token ids with which each window continues after `before`, instead of a token of `starts`.
         batch: the most windows that are decoded together; by default as many as fit into memory (`fitting_rows`).
         progress: called after every decoded position.
 
@@ -60,15 +64,16 @@ def sample_windows(
         CheckpointError: The model has no KV cache, or its logits are not finite.
     """
     vocabulary = int(checkpoint.config.vocab_size)
-    candidates = torch.tensor(_ordinary(checkpoint, vocabulary) if starts is None else list(starts))
     uniform = torch.rand(
         windows, window - len(before), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    chosen = candidates[(uniform[:, 0] * len(candidates)).long()]
-    prompts = torch.cat([torch.tensor(list(before), dtype=torch.int64).expand(windows, -1), chosen[:, None]], dim=1)
+    if prompts is None:
+        candidates = torch.tensor(_ordinary(checkpoint, vocabulary) if starts is None else list(starts))
+        prompts = candidates[(uniform[:, :1] * len(candidates)).long()]
+    given, uniform = surround(prompts, before, ()), uniform[:, prompts.shape[1] :]
     rows = even_rows(windows, batch or fitting_rows(checkpoint, window, _free(checkpoint)))
     allowed = _allowed(checkpoint, vocabulary)
-    done, total = 0, -(-windows // rows) * (window - prompts.shape[1])
+    done, total = 0, -(-windows // rows) * uniform.shape[1]
     made = []
     for first in range(0, windows, rows):
         label = f"sample windows {first + 1}–{min(first + rows, windows)} of {windows}"
@@ -79,7 +84,7 @@ def sample_windows(
             progress(done, total, label)
 
         part = slice(first, first + rows)
-        made.append(_continue(checkpoint, prompts[part], uniform[part, 1:], allowed, advance))
+        made.append(_continue(checkpoint, given[part], uniform[part], allowed, advance))
     return torch.cat(made)
 
 

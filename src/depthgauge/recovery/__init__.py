@@ -1,0 +1,1 @@
+"""Distil a smaller model towards its source."""

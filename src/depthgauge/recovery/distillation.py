@@ -1,0 +1,376 @@
+"""Train a student towards its teacher with transformers' Trainer.
+
+The trainer brings the loop, resuming, and several processes (DDP, FSDP) by accelerate. What is added here: the loss
+(`Pair`), a rate that falls to zero with the tokens or with the time, whichever comes first, measurements on the way,
+and what to do if memory runs out or a loss is not finite.
+"""
+
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, distributed, nn
+from torch.utils.data import SequentialSampler
+
+from depthgauge._format import counted
+from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
+from depthgauge.errors import is_out_of_memory, missing_extra
+from depthgauge.progress import Step, silent
+from depthgauge.recovery.divergence import APART, SELECT, Pair, trained_alone
+from depthgauge.results.record import finite
+from depthgauge.results.recover_options import Amount
+from depthgauge.results.recover_record import NO_GAIN, TIME_OVER, TOKENS_DONE, RecoveryPoint
+
+RATE = 0.003
+"""Largest learning rate, as a share of the median size (root mean square) of the trained matrices, because AdamW moves
+every weight by about the rate: 1e-4 for Gemma-3-270m, 6e-4 for SmolLM2-135M, whose weights are five times as large. On
+each of them, three times as much and a third of it were worse, by the loss on a text that was not trained on."""
+STEP_TOKENS = 4096
+"""About how many tokens each step takes."""
+FASTEST = 10**6
+"""More tokens than a training can take in a second, for one that is limited in time alone."""
+WARMUP = 20
+"""Steps during which the rate grows; at most a tenth of all."""
+POINTS = 10
+"""Measurements on the way."""
+PATIENCE = 2
+"""Measurements without a gain larger than its standard error after which `stops` ends the training."""
+SAVE_EVERY = 60.0
+"""Seconds between two savings, at least; a saving may take a twentieth of the time."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How much to train, and how.
+
+    - `steps`, `batch`: optimizer steps at most, and windows of each
+    - `tokens`: tokens of a window
+    - `rate`: the largest learning rate
+    - `seconds`: a limit in time, or None
+    - `stops`: end as soon as the selection windows gain no more
+    - `save_every`: seconds between two savings
+    """
+
+    steps: int
+    batch: int
+    tokens: int
+    rate: float
+    seconds: float | None = None
+    stops: bool = False
+    save_every: float = SAVE_EVERY
+
+    @classmethod
+    def of(cls, amount: Amount, tokens: int, rate: float) -> "Training":
+        """Return the training for an amount, on windows of so many tokens."""
+        batch = max(1, round(STEP_TOKENS / tokens))
+        most = FASTEST * (amount.seconds or 0.0) if amount.tokens is None else amount.tokens
+        return cls(max(1, round(most / (batch * tokens))), batch, tokens, rate, amount.seconds, amount.stops)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is done so that training fits into memory, in the order of what it costs.
+
+    - `rows`: windows that are computed together
+    - `recomputes`: compute activations again in the backward pass instead of keeping them
+    - `in_bytes`: weights in bfloat16 with stochastic rounding, and moments of AdamW in 8 bits (extra `train`)
+    """
+
+    rows: int
+    recomputes: bool = False
+    in_bytes: bool = False
+
+    def smaller(self) -> "Fit | None":
+        """Return what needs less memory, or None."""
+        if self.rows > 1:
+            return replace(self, rows=self.rows // 2)
+        if not self.recomputes:
+            return replace(self, recomputes=True)
+        return None if self.in_bytes else replace(self, in_bytes=True)
+
+    def sentences(self, batch: int) -> tuple[str, ...]:
+        """Say what was done."""
+        said = {
+            f"{counted(self.rows, 'window')} at a time, gradients of {batch} added": self.rows < batch,
+            "activations computed again in the backward pass": self.recomputes,
+            "weights in bfloat16 with stochastic rounding, moments of AdamW in 8 bits": self.in_bytes,
+        }
+        return tuple(sentence for sentence, is_true in said.items() if is_true)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a training did: the losses on the selection windows at its start and end, and the way between them."""
+
+    before: Float[Tensor, " select"]
+    after: Float[Tensor, " select"]
+    curve: tuple[RecoveryPoint, ...]
+    steps: int
+    seconds: float
+    how: tuple[str, ...]
+    ended: str
+
+
+class _NotFiniteError(Exception):
+    """A loss that is NaN or infinite."""
+
+
+def usual_rate(weights: Sequence[nn.Parameter]) -> float:
+    """Return `RATE` times the median root mean square of the matrices among these weights."""
+    sizes = [float(weight.detach().float().square().mean().sqrt()) for weight in weights if weight.dim() > 1]
+    return RATE * statistics.median(sizes) if sizes else RATE * 0.02
+
+
+def distil(
+    pair: Pair,
+    weights: Sequence[nn.Parameter],
+    order: Sequence[int],
+    training: Training,
+    *,
+    folder: Path | None = None,
+    progress: Step = silent,
+) -> Trained:
+    """Train these weights of the student in place, on the windows in this order.
+
+    If memory runs out, it starts again with less (`Fit`). After a loss that is not finite, it continues once from the
+    last saved state at half the rate. An interrupted training with the same `folder` is continued.
+
+    Raises:
+        CheckpointError: a loss is not finite for the second time, or memory is too small for any way to train.
+    """
+    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    each = max(1, training.batch // processes)
+    initial, slower = [one.detach().to("cpu", copy=True) for one in weights], 1.0
+    with ExitStack() as stack:
+        place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthgauge-")))
+        known = place / "fit.json"  # saved states belong to a way to train
+        fit = Fit(**json.loads(known.read_text())) if known.exists() else Fit(each)
+        while True:
+            try:
+                made = _train(pair, weights, initial, order, training, fit, slower, place, progress)
+                slow = () if slower == 1 else ("half the learning rate, after a loss that was not finite",)
+                return replace(made, how=(*fit.sentences(each), *slow))
+            except _NotFiniteError as error:
+                if slower < 1:
+                    raise CheckpointError(
+                        f"the training of {pair.checkpoints[0].name} ended in a loss that is not finite, also at half "
+                        "the learning rate; leave the recovery out, or use --dtype float32"
+                    ) from error
+                slower = 0.5
+            except Exception as error:
+                less = fit.smaller()
+                if less is None or not is_out_of_memory(error):
+                    raise
+                fit = less
+                known.write_text(json.dumps(asdict(fit)))
+            torch.cuda.empty_cache()
+
+
+def _train(
+    pair: Pair,
+    weights: Sequence[nn.Parameter],
+    initial: Sequence[Tensor],
+    order: Sequence[int],
+    training: Training,
+    fit: Fit,
+    slower: float,
+    folder: Path,
+    progress: Step,
+) -> Trained:
+    """Train from the last saved state in `folder`, or else from the `initial` weights."""
+    library, device = transformers(), pair.checkpoints[0].device
+    dtype = torch.bfloat16 if fit.in_bytes else torch.float32
+    for weight in pair.student.parameters():  # small steps vanish in half precision
+        weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
+    for weight, value in zip(weights, initial, strict=True):
+        weight.data = value.to(weight.device, dtype, copy=True)  # the teacher may have the same tensors
+    if fit.recomputes:
+        pair.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    state = _Observed(pair, training, progress)
+
+    class Distillation(library.Trainer):  # type: ignore[misc, name-defined]
+        """The loop of transformers with the divergence as the loss."""
+
+        def _get_train_sampler(self, *args: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Tensor:
+            """Return the divergence on a batch."""
+            found: Tensor = model(inputs["index"])
+            return found
+
+        def training_step(self, *args: Any, **keywords: Any) -> Tensor:
+            """Raise if the loss is not finite, before the weights change."""
+            loss: Tensor = super().training_step(*args, **keywords)
+            if not bool(loss.isfinite()):
+                raise _NotFiniteError
+            return loss
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            """Return the rate: linear growth, then a linear fall to zero."""
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda step: slower * state.share_of_rate(step)
+            )
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+
+    class Observer(library.TrainerCallback):  # type: ignore[misc, name-defined]
+        """Measures, saves and ends the training."""
+
+        def on_train_begin(self, args: Any, about: Any, control: Any, **keywords: Any) -> None:
+            state.resume(about.log_history)
+            if not about.log_history:
+                trainer.log(state.measured(trainer.model_wrapped))
+
+        def on_step_end(self, args: Any, about: Any, control: Any, **keywords: Any) -> None:
+            control.should_save, control.should_training_stop = state.tick(about.global_step)
+            if state.is_point(about.global_step):
+                trainer.log(state.measured(trainer.model_wrapped))
+                control.should_training_stop |= training.stops and state.has_ended
+                control.should_log = True  # which logging has reset: the loss of the training comes next
+
+    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    with quiet(), trained_alone(pair, [*weights]):
+        arguments = library.TrainingArguments(
+            output_dir=str(folder), max_steps=training.steps, per_device_train_batch_size=fit.rows,
+            gradient_accumulation_steps=max(1, training.batch // (fit.rows * processes)), learning_rate=training.rate,
+            adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, bf16=device.type == "cuda" and not fit.in_bytes,
+            use_cpu=device.type == "cpu", save_strategy="no", logging_strategy="no", logging_nan_inf_filter=False,
+            save_total_limit=1, report_to=[], disable_tqdm=True, remove_unused_columns=False,
+            dataloader_pin_memory=False, log_level="critical",
+        )  # fmt: skip
+        if processes == 1:
+            arguments._n_gpu = min(1, arguments.n_gpu)  # the models are on one GPU, although others may be visible
+        trainer = Distillation(
+            model=pair, args=arguments, train_dataset=order,
+            data_collator=lambda rows: {"index": torch.tensor(rows)}, callbacks=[Observer],
+            optimizers=(_in_bytes(weights, training.rate) if fit.in_bytes else None, None),
+        )  # fmt: skip
+        trainer.remove_callback(library.PrinterCallback)
+        saved = _last_saved(folder)
+        trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
+    history, steps = trainer.state.log_history, int(trainer.state.global_step)
+    if fit.recomputes:
+        pair.student.gradient_checkpointing_disable()
+    return Trained(*state.ends, _curve(history, training), steps, state.elapsed, (), state.ended)
+
+
+class _Observed:
+    """The clock and the measurements of a training.
+
+    - `elapsed`: seconds so far, those of an interrupted run included; equal in all processes
+    - `ends`: the losses on the selection windows at the start and at the last measurement
+    - `ended`: why the training ended
+    """
+
+    def __init__(self, pair: Pair, training: Training, progress: Step) -> None:
+        self.pair, self.training, self.progress = pair, training, progress
+        self.elapsed, self.ended, self._earlier = 0.0, TOKENS_DONE, 0.0
+        self._started, self._saved_at = time.perf_counter(), 0.0
+        self._losses: list[Tensor] = []
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        return self._losses[0], self._losses[-1]
+
+    def resume(self, history: Sequence[dict[str, Any]]) -> None:
+        """Continue the clock and the measurements of an interrupted training."""
+        measured = [entry for entry in history if "losses" in entry]
+        self._losses = [torch.tensor(entry["losses"], dtype=torch.float64) for entry in measured]
+        self._earlier = float(measured[-1]["seconds"]) if measured else 0.0
+        self._started, self._saved_at = time.perf_counter(), self._earlier
+
+    def share_done(self, step: int) -> float:
+        """Return how much of the training is done after a step, by tokens or by time."""
+        late = 0.0 if self.training.seconds is None else self.elapsed / self.training.seconds
+        return min(1.0, max(step / self.training.steps, late))
+
+    def share_of_rate(self, step: int) -> float:
+        """Return the rate of a step as a share of the largest one."""
+        warm = max(1, min(WARMUP, self.training.steps // 10))
+        return min(1.0, (step + 1) / warm) * (1 - self.share_done(step))
+
+    def tick(self, step: int) -> tuple[bool, bool]:
+        """Report progress; return whether to save now, and whether the time is over."""
+        self.elapsed = _of_first(self._earlier + time.perf_counter() - self._started)
+        self.progress(round(1000 * self.share_done(step)), 1000, "recovery")
+        is_late = self.training.seconds is not None and self.elapsed >= self.training.seconds
+        if is_late:
+            self.ended = TIME_OVER
+        is_due = self.elapsed - self._saved_at >= self.training.save_every
+        if is_due:
+            self._saved_at = self.elapsed
+        return is_due and not is_late, is_late
+
+    def is_point(self, step: int) -> bool:
+        """Return whether to measure after this step: the start was measured already, the last one is the end."""
+        return math.floor(POINTS * self.share_done(step)) >= len(self._losses)
+
+    def measured(self, model: Any) -> dict[str, Any]:
+        """Measure the student on the selection windows and those kept apart; return an entry of the history."""
+        found = {part: self.pair.losses(part, model) for part in (SELECT, APART) if part in self.pair.windows}
+        self._losses.append(found[SELECT])
+        if not bool(found[SELECT].isfinite().all()):
+            raise _NotFiniteError
+        apart = float(found[APART].mean()) if APART in found else None
+        return {
+            "select": float(found[SELECT].mean()), "apart": apart, "losses": found[SELECT].tolist(),
+            "seconds": self.elapsed,
+        }  # fmt: skip
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last `PATIENCE` measurements gained no more than their standard error over the one before."""
+        if len(self._losses) <= PATIENCE + 1:
+            return False
+        apart = self._losses[-1 - PATIENCE] - self._losses[-1]
+        error = float(apart.std()) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
+        if float(apart.mean()) > error:
+            return False
+        self.ended = NO_GAIN
+        return True
+
+
+def _of_first(value: float) -> float:
+    """Return the value of process 0, so that all processes decide alike."""
+    if not distributed.is_initialized():
+        return value
+    values = [value]
+    distributed.broadcast_object_list(values, src=0)
+    return float(values[0])
+
+
+def _last_saved(folder: Path) -> Path | None:
+    """Return the last saved state that is complete; its description is written last."""
+    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _in_bytes(weights: Sequence[nn.Parameter], rate: float) -> Any:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise missing_extra("training in this little memory", "train") from error
+    return AdamW8bit(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, bf16_stochastic_round=True)
+
+
+def _curve(history: Sequence[dict[str, Any]], training: Training) -> tuple[RecoveryPoint, ...]:
+    """Combine the measurements with the training losses that the trainer has logged at the same steps."""
+    train = {entry["step"]: finite(entry["loss"]) for entry in history if "loss" in entry}
+    return tuple(
+        RecoveryPoint(
+            tokens=entry["step"] * training.batch * training.tokens, train=train.get(entry["step"]),
+            select=entry["select"], apart=entry["apart"],
+        )
+        for entry in history
+        if "losses" in entry
+    )  # fmt: skip

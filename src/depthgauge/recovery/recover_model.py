@@ -1,0 +1,95 @@
+"""Distil a smaller model towards its source, and decide by the selection windows whether the result is kept."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.samples import Inputs
+from depthgauge.progress import Step, silent
+from depthgauge.recovery.distillation import Training, distil, usual_rate
+from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair
+from depthgauge.recovery.training_data import RecoveryData
+from depthgauge.results.record import finite
+from depthgauge.results.recover_options import Amount
+from depthgauge.results.recover_record import RecoveryRecord
+
+
+def trained_weights(checkpoint: Checkpoint) -> list[nn.Parameter]:
+    """Return the weights of all blocks that nothing outside the blocks uses as well."""
+    blocks = blocks_of(checkpoint)
+    inside = {weight: None for block in blocks for weight in block.parameters()}
+    within = {id(module) for block in blocks for module in block.modules()}
+    others = [module for module in checkpoint.model.modules() if id(module) not in within]
+    outside = {weight for module in others for weight in module.parameters(recurse=False)}
+    return [weight for weight in inside if weight not in outside]
+
+
+@dataclass(frozen=True, eq=False)
+class Recovery:
+    """How a smaller model is trained towards its source.
+
+    - `data`: the windows to train on
+    - `select`: windows that decide; nothing is trained on them
+    - `apart`: windows of another text, which are measured and decide nothing
+    - `amount`: how long to train
+    - `seed`: the order of the windows
+    - `observe`: called with the smaller model before it is trained
+    """
+
+    data: RecoveryData
+    select: Inputs
+    apart: Inputs | None
+    amount: Amount
+    seed: int
+    observe: Callable[[Checkpoint], None] | None = None
+
+    def run(
+        self,
+        student: Checkpoint,
+        teacher: Checkpoint,
+        weights: Sequence[nn.Parameter],
+        folder: Path | None = None,
+        progress: Step = silent,
+    ) -> RecoveryRecord:
+        """Train weights of the student in place; put them back unless the selection windows gain.
+
+        The gain must be larger than its standard error. The student has float32 weights afterwards. The training is
+        saved in `folder`; one that was interrupted there is continued.
+        """
+        if self.observe is not None:
+            self.observe(student)
+        before = [weight.detach().to("cpu", copy=True) for weight in weights]
+        parts = {TRAIN: self.data.windows, SELECT: self.select}
+        pair = Pair(student, teacher, parts | ({} if self.apart is None else {APART: self.apart}))
+        training = Training.of(self.amount, pair.tokens, usual_rate(weights))
+        order = self.data.order(training.steps * training.batch, self.seed).tolist()
+        device = student.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        made = distil(pair, weights, order, training, folder=folder, progress=progress)
+        gains = made.before - made.after
+        gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
+        if not gain > error:
+            for weight, value in zip(weights, before, strict=True):
+                weight.data.copy_(value)
+        return RecoveryRecord(
+            tokens=made.steps * training.batch * training.tokens,
+            steps=made.steps,
+            rate=training.rate,
+            seconds=made.seconds,
+            memory=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            how=made.how,
+            data=self.data.sources,
+            before=finite(made.before.mean()),
+            after=finite(made.after.mean()),
+            error=finite(error),
+            kept=gain > error,
+            ended=made.ended,
+            curve=made.curve,
+        )

@@ -1,0 +1,122 @@
+"""`recover`: distil a smaller model towards the model that it was made from, and write the result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from depthgauge._io import check_outputs
+from depthgauge._journal import Journal
+from depthgauge._ranks import ALONE, Ranks
+from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.hub_data import find_general
+from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.text_files import find_texts, split_field
+from depthgauge.errors import InputError, require_type
+from depthgauge.progress import Step, no_message, silent
+from depthgauge.report.write import check_page, page_text, write_report
+from depthgauge.results.gauge_options import CHECKPOINTS
+from depthgauge.results.recover_options import RecoverOptions, make_recover_options
+from depthgauge.results.recover_record import RecoverRecord
+from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
+from depthgauge.workflows.target import resolve_target
+
+
+@dataclass(frozen=True, eq=False)
+class RecoverResult:
+    """The result of `recover`: the `record` of everything that was measured, and the recovered transformers `model`."""
+
+    record: RecoverRecord
+    model: Any
+
+    def __repr__(self) -> str:
+        return f"RecoverResult({self.record.name!r})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result document."""
+        return self.record.to_json()
+
+    def report(self, path: str | Path) -> Path:
+        """Write the result as one self-contained HTML page (extra `report`), and return its path."""
+        return write_report(self.record, path)
+
+
+def recover(
+    model: str | Path,
+    options: RecoverOptions | None = None,
+    *,
+    out: str | Path | None = None,
+    report: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Step = silent,
+    message: Callable[[str], None] = no_message,
+    ranks: Ranks = ALONE,
+    **fields: Any,
+) -> RecoverResult:
+    """Train a smaller model towards its source: to predict what the source predicts, on all of your text.
+
+    Args:
+        model: the smaller model: a checkpoint directory, a GGUF file, or a name on the Hugging Face hub. It may have
+            been made by any program; it must have the vocabulary of its source.
+        options: what to do; see `RecoverOptions`.
+        out: the directory to write the recovered model to; None keeps it in memory.
+        report: a file to write a page with charts to (extra `report`).
+        resume: continue an interrupted run with the same `out`.
+        overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
+            stopped.
+        progress: called with (done, total, label) as the work advances.
+        message: called with a sentence where there is something to tell.
+        ranks: the processes that train together, each of which makes this call; process 0 writes.
+        **fields: any option of `RecoverOptions` by name, such as `teacher="model"`, `text="corpus.txt"`,
+            `tokens="2M"`; overrides `options`.
+
+    Returns:
+        A `RecoverResult`: `record`, `model`, `report()`, `to_json()`.
+
+    Raises:
+        InputError: a model or an option cannot be used.
+    """
+    require_type("model", model, (str, Path), "the path of a checkpoint, or a name on the hub")
+    settings = make_recover_options(options, fields)
+    settings.check()
+    teacher = settings.teacher
+    assert teacher is not None
+    if report is not None:
+        check_page(report)
+    texts = find_texts(settings.text, settings.as_is)
+    find_general(settings.general)  # raises before a download
+    with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
+        writes = ranks.index == 0
+        inputs = {"MODEL": _path(model), "--teacher": _path(teacher), "--tokenizer": settings.tokenizer}
+        inputs |= {f"--text {text}": split_field(text)[0] for text in settings.text}
+        if writes:
+            check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        small, source = (_resolved(one, settings, message) for one in (model, teacher))
+        if out is not None and writes:
+            for one in (small, source):
+                check_output_directory(out, one, overwrite or journal.has_written(out))
+            if resume:
+                remove_unfinished(out)
+        from depthgauge.workflows.recover_run import run_recovery  # torch and transformers take seconds
+
+        made, record = run_recovery(small, source, settings, texts, out, overwrite, journal, progress, message)
+        if report is not None and writes:
+            journal.write(report, page_text(record), overwrite)
+            message(f"page written to {report}")
+    return RecoverResult(record, made)
+
+
+def _path(model: str | Path) -> str | Path | None:
+    """Return a path; None for a name on the hub, which no output can replace."""
+    return model if parse_hub_name(model) is None else None
+
+
+def _resolved(model: str | Path, settings: RecoverOptions, message: Callable[[str], None]) -> Source:
+    target = resolve_target(model)
+    if target.kind != CHECKPOINTS or (target.path is not None and not target.path.exists()):
+        raise InputError(
+            f"{model} is not a checkpoint; recover expects a directory of a transformers model, a GGUF file or a name "
+            "on the hub"
+        )
+    return resolve(model, settings.allow_pickle, settings.tokenizer, message, settings.trust_remote_code)

@@ -1,0 +1,203 @@
+"""One run of `recover`: read both models and the texts, train, measure, write, and check what was written."""
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from depthgauge._journal import RECORD, Journal
+from depthgauge._version import __version__
+from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.load import (
+    Checkpoint,
+    Placement,
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    wrap,
+)
+from depthgauge.checkpoints.mean_interval import mean_interval
+from depthgauge.checkpoints.source import Source, file_digests
+from depthgauge.checkpoints.start_token import measure_start, plan_start
+from depthgauge.checkpoints.stored_weights import stored_dtype
+from depthgauge.checkpoints.text_files import TextFile
+from depthgauge.checkpoints.windows import WINDOW, require_rows
+from depthgauge.errors import InputError
+from depthgauge.progress import Step
+from depthgauge.recovery.divergence import require_pair
+from depthgauge.recovery.recover_model import trained_weights
+from depthgauge.results.evaluate_options import EvaluateOptions
+from depthgauge.results.record import finite
+from depthgauge.results.recover_options import RecoverOptions
+from depthgauge.results.recover_record import RecoveredText, RecoverRecord
+from depthgauge.results.shrink_verdicts import reload_sentence
+from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.certify import Certifier, as_dtype
+from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, cut_texts
+from depthgauge.surgery.extract import cast
+from depthgauge.surgery.verify import verify_reload
+from depthgauge.surgery.write_model import written_model
+from depthgauge.workflows.evaluate_models import (
+    ModelAnswers,
+    evaluation_record,
+    fall_warnings,
+    measure_model,
+    prepare_evaluation,
+    tasks_after,
+)
+from depthgauge.workflows.recovery_inputs import recovery_on_text
+
+RECOVERED = "the recovered model"
+"""The name of the result in the record of its tasks."""
+SELECT, CERTIFY = 64, 60
+"""Windows that decide whether the result is kept, and windows that measure it."""
+
+
+def run_recovery(
+    small: Source,
+    source: Source,
+    settings: RecoverOptions,
+    texts: tuple[TextFile, ...],
+    out: str | Path | None,
+    overwrite: bool,
+    journal: Journal,
+    progress: Step,
+    message: Callable[[str], None],
+) -> tuple[Any, RecoverRecord]:
+    """Train the model `small` towards the model `source`; return it, and the record of the run."""
+    started = time.perf_counter()
+    placement = Placement.of(settings)
+    configs = [load_config(one, placement) for one in (small, source)]
+    tokenizer = load_tokenizer(source, placement)
+    own = load_tokenizer(small, placement)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"{small.target} and {source.target} have different tokenizers, so their predictions cannot be compared; "
+            "give the model that the smaller one was made from"
+        )
+    context = context_length(configs[1])
+    request = CalibrationRequest(
+        texts,
+        CalibrationSizes(max(1, len(texts)), max(SELECT, len(texts)), max(CERTIFY, len(texts))),
+        sampled=0.0 if texts else 1.0,
+        window=min(WINDOW, context or WINDOW) if settings.window is None else settings.window,
+        context=context,
+        start=plan_start(settings.bos, source, tokenizer),
+        seed=settings.seed,
+        decoder=True,
+    )
+    cut = cut_texts(tokenizer, request)
+    journal.begin(
+        {
+            "version": __version__, "settings": settings.to_json(), "model": file_digests(small),
+            "teacher": file_digests(source),
+        }
+    )  # fmt: skip
+    message(f"loading {source.target} and {small.target}")
+    teacher, student = load_model(source, configs[1], placement), load_model(small, configs[0], placement)
+    require_pair(student, teacher)
+    require_rows(teacher, cut.ids)
+    start = measure_start(request.start, teacher, tokenizer)
+    calibration = journal.ranks.shared(
+        lambda: prepare_calibration(teacher, tokenizer, cut, start, progress=progress, message=message)
+    )
+    journal.describe("digest of the windows", calibration.record.sha256)
+    certifier = Certifier(teacher, calibration, 0.95, progress=progress)
+    before = certifier.measure(student.model, "smaller model")
+    recovery = journal.ranks.shared(
+        lambda: recovery_on_text(
+            teacher, tokenizer, texts, settings.general, calibration, start, settings.amount, settings.seed, journal,
+            progress, message,
+        )
+    )  # fmt: skip
+    tasks = tasks_after(settings.evaluate, teacher.device, teacher.objective)
+    work = None if tasks is None or journal.ranks.index else prepare_evaluation(EvaluateOptions(tasks=tasks), message)
+
+    def answers(checkpoint: Checkpoint, name: str) -> list[ModelAnswers]:
+        return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress, message)]
+
+    found = [*answers(teacher, teacher.name), *answers(student, student.name)]
+    made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)
+    stored = stored_dtype(configs[0], small) if small.gguf is None and settings.dtype == "auto" else None
+    model = student.model if stored is None else cast(student.model, stored)
+    after = certifier.measure(model, "recovered model")
+    found += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)
+    notes = [] if made.kept else ["the training gained less than its standard error, so the weights are unchanged"]
+    evaluation = None
+    if work is not None:
+        evaluation = evaluation_record(work, found, fall_warnings(*found[1:]), time.perf_counter() - started)
+    record = RecoverRecord(
+        version=__version__,
+        name=student.name,
+        teacher=teacher.name,
+        objective=student.objective,
+        layers=student.layers,
+        teacher_layers=teacher.layers,
+        window=calibration.record.window,
+        texts=_texts(calibration, certifier.losses, before, after),
+        recovery=made,
+        settings=settings,
+        evaluation=evaluation,
+        notes=(*calibration.notes, *notes),
+        versions={
+            "depthgauge": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": str(transformers().__version__),
+        },
+        seconds=time.perf_counter() - started,
+        out=None if out is None else str(out),
+    )
+    if out is None or journal.ranks.index:
+        return model, record
+    return model, _written(model, record, small, own, certifier, student, overwrite, journal, started)
+
+
+def _written(
+    model: Any,
+    record: RecoverRecord,
+    small: Source,
+    tokenizer: Any,
+    certifier: Certifier,
+    student: Checkpoint,
+    overwrite: bool,
+    journal: Journal,
+    started: float,
+) -> RecoverRecord:
+    """Write the model, load it in a fresh process and compare; return the record with what was found."""
+    out = record.out
+    assert out is not None
+    device = str(student.device)
+    compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
+    replaces = overwrite or journal.has_written(out)
+    with written_model(model, small, tokenizer, out, overwrite=replaces) as folder:
+        certifier.progress(0, 1, "loading the result in a fresh process")
+        reload, _ = verify_reload(folder, certifier.inputs[:1], model, device=device, like=student, compute=compute)
+        record = msgspec.structs.replace(record, check=reload_sentence(reload), seconds=time.perf_counter() - started)
+        text = record.dump()
+        journal.claim(out, text)
+        (folder / RECORD).write_text(text, encoding="utf-8")
+    return record
+
+
+def _texts(calibration: Calibration, teacher: Any, before: Any, after: Any) -> tuple[RecoveredText, ...]:
+    """Return the objective of the three models on the certify windows of every source."""
+    found = []
+    for index, source in enumerate(calibration.record.sources):
+        chosen = calibration.certify.source == index
+        if not bool(chosen.any()):
+            continue
+        interval = mean_interval((after - before)[chosen].tolist())
+        found.append(
+            RecoveredText(
+                kind=source.kind, name=source.name, windows=int(chosen.sum()), teacher=finite(teacher[chosen].mean()),
+                before=finite(before[chosen].mean()), after=finite(after[chosen].mean()), change=interval.loss,
+                low=interval.low, high=interval.high,
+            )
+        )  # fmt: skip
+    return tuple(found)
