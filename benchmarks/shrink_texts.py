@@ -111,10 +111,7 @@ def windows_of_texts(
             tokenizer, text, tokens=wanted, window=window, context=context, seed=seed, special=special
         ).ids
 
-    start = plan_start("auto", checkpoint.source, tokenizer)
-    if start.candidate is not None:
-        first = next(iter(texts.values()))
-        start = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in cut(first, ((), ()))[:3]])
+    start = measure_start(plan_start("auto", checkpoint.source, tokenizer), checkpoint, tokenizer)
     found = {}
     for name, text in texts.items():
         ids = cut(text, (start.before, start.after))

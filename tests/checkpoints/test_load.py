@@ -244,10 +244,13 @@ def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch
     check_memory(source, HERE)
     monkeypatch.setattr(load, "free_memory", lambda _: 4 * count)
     with pytest.raises(
-        InputError, match=rf"is too large: {count:,} parameters need .* kB, and .* kB are free on cpu; use"
+        InputError, match=rf"is too large: {count:,} parameters need .* kB, and .* kB are free on cpu; use --dtype "
     ):
         load_model(source, load_config(source, HERE), HERE)
     check_memory(source, Placement("bfloat16", "cpu"))
+    monkeypatch.setattr(load, "free_memory", lambda _: count)
+    with pytest.raises(InputError, match=r"are free on cpu; use --device-map auto or a larger machine"):
+        check_memory(source, Placement("bfloat16", "cpu"))
 
 
 def test_free_memory_is_plausible() -> None:

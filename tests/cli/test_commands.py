@@ -312,7 +312,7 @@ def test_what_nobody_expected_is_exit_one_and_one_sentence(
         broken(error)
         outcome = run("gauge")
         assert (outcome.code, is_one_sentence(outcome.err)) == (2, True)
-        assert "memory ran out: start again with --stream" in outcome.err
+        assert "memory ran out: use fewer or shorter inputs; of a checkpoint, --stream keeps one block" in outcome.err
     broken(KeyboardInterrupt())
     assert run("gauge") == Outcome(130, "", "error: interrupted\n")
     broken(RuntimeError("in full"))

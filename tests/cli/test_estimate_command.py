@@ -47,6 +47,16 @@ def test_tables_and_documents(bare: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert sorted(path.name for path in bare.iterdir()) == ["config.json"]
 
 
+def test_an_estimate_reads_no_more_than_the_text_has(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text := bare.parent / "text.txt").write_text("w1 " * 1000)
+    asked = ("--text", str(text), "--tokens", str(10**15), "--window", "16", "--device", "cpu")
+    code, out, _ = run(monkeypatch, capsys, "gauge", str(bare), "--estimate", "--json", *asked)
+    assert code == 0
+    assert sum(json.loads(out)["parts"].values()) < 86400  # 3,000 bytes have at most 188 windows
+
+
 def test_a_run_without_weights_and_an_estimate_of_a_network_are_refused(
     bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 from evaluate_documents import HOSTILE, evaluation
 from rich.console import Console
 from tiny_checkpoints import save_checkpoint, text_of
+from tiny_pairs import save_paired
+from tiny_vision import save_vision
 
 from depthgauge.cli.evaluate_tables import evaluate_tables
 from depthgauge.results.evaluate_record import check_evaluate
@@ -49,6 +51,10 @@ def test_it_prints_tables_and_writes_document_and_page(typed: Typed, folder: Pat
     assert "With confidence 95 %, the accuracy of b on items like those of next_word" in shown
     assert [line.split(" for ")[0] for line in err.splitlines() if line.startswith("about")] == ["about 1 second"] * 4
     assert "result written to r.json" in err
+    rest = "perplexity on mine: 12 windows of 16 tokens; the last 8 tokens of the text do not fill one"
+    assert record.notes == (rest,)
+    assert rest in shown
+    assert rest.removeprefix("p") in (folder / "p.html").read_text(encoding="utf-8")
     assert record.tasks[0].items == 30
     code, out, _ = typed("evaluate", "a", "b", *given[:-2], "--json")
     again = check_evaluate(json.loads(out))
@@ -81,6 +87,18 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     assert (code, out, len(lines)) == (2, "", 1)
     assert lines[0].startswith(sentence)
     assert {path.name for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["vit", "bart"])
+def test_other_models_are_refused_without_advice_about_options_that_evaluate_lacks(
+    typed: Typed, folder: Path, name: str
+) -> None:
+    {"vit": save_vision, "bart": save_paired}[name](folder / name, name)
+    code, _, err = typed("evaluate", name, "--perplexity", "text.txt")
+    assert code == 2
+    assert f"{name} is a {name} model; evaluate needs a causal language model" in err
+    assert "--images" not in err
+    assert "--pairs" not in err
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])

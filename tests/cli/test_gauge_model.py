@@ -132,6 +132,31 @@ def test_experts(run: Run) -> None:
     assert "skip block" not in outcome.out
 
 
+@pytest.mark.parametrize(("asked", "used"), [("100000", 96), ("98", 96), ("32", 32)])
+def test_what_was_measured_is_said_where_there_is_less_than_asked_for(
+    run: Run, place: Path, asked: str, used: int
+) -> None:
+    """The text has 100 tokens: 6 windows of 16, so that 98 tokens are as good as 96."""
+    given = ("--tokens", asked, "--window", "16", "--device", "cpu", "--no-what-if", "--overwrite")
+    files = ("--out", "less.json", "--report", "less.html")
+    outcome = run("gauge", "llama", "--text", "corpus.txt", *given, *files)
+    said = "measured on 6 windows of 16 tokens, 96 tokens in all: corpus.txt has no more, and --tokens 100000 asks"
+    assert outcome.code == 0
+    (subject,) = json.loads((place / "less.json").read_text())["subjects"]
+    assert subject["text"]["tokens"] == used
+    page = (place / "less.html").read_text("utf-8")
+    for shown in (" ".join(outcome.out.split()), subject["notes"], page):
+        assert (said in shown) == (asked == "100000")
+
+
+def test_progress_names_the_command_and_not_a_part_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first window, the model is timed and loaded, so nothing is measured yet."""
+    monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 0.0)
+    outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
+    assert outcome.err.startswith("gauging …\n")
+    assert "measuring" not in outcome.err
+
+
 def test_weights_only(run: Run) -> None:
     outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
     assert outcome.code == 0

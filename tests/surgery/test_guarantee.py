@@ -19,6 +19,7 @@ from depthgauge.surgery import shrunk_model
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import ASSUMPTION, quantile_guarantee, windows_needed
 from depthgauge.surgery.shrunk_model import largest_within
+from depthgauge.surgery.student import effort_of
 
 DRAWS = 2000
 
@@ -105,6 +106,15 @@ def test_the_order_statistic_agrees_with_rational_binomial_sums(share: float, co
 def test_59_windows_are_needed_for_95_and_95() -> None:
     assert windows_needed() == windows_needed(0.95, 0.95) == 59
     assert quantile_guarantee([]).increase is None
+
+
+@pytest.mark.parametrize("effort", ["quick", "default", "high"])
+@pytest.mark.parametrize("confidence", [0.95, 0.999])
+def test_every_effort_has_enough_windows_for_the_bounds_of_all_sizes(effort: str, confidence: float) -> None:
+    for count in (1, 2, 3, 7, 30):
+        sizes = ",".join(map(str, range(1, count + 1)))
+        windows = effort_of(ShrinkOptions(sizes=sizes, effort=effort, confidence=confidence)).certify
+        assert quantile_guarantee([0.1] * windows, 0.95, confidence, looks=count).increase == 0.1
 
 
 SIZES = (0.995, 0.98, 0.949, 0.949, 0.948, 0.947, 0.949, 0.949)

@@ -167,7 +167,7 @@ def test_the_bos_token_of_the_first_model_is_used_for_the_others(models: dict[st
     asked = dg.evaluate(pair, bos="yes", **given)
     assert [model.bos for model in asked.models] == [True, True]
     measured = dg.evaluate(pair, **given)
-    assert measured.models[0].bos_reason.startswith("measured on 3 windows")
+    assert measured.models[0].bos_reason.startswith("measured on 8 windows of the built-in text")
     assert measured.models[1].bos == measured.models[0].bos
     assert measured.models[1].bos_reason == "as for the first model"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_checkpoint
 from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
+from tiny_shrinks import without_estimate
 from trained_models import objective_of
 
 import depthgauge as dg
@@ -382,9 +383,14 @@ def test_bad_pairs_are_one_sentence(
     assert not out.exists()
 
 
-def test_too_few_pairs_and_too_many_blocks(place: Path, tmp_path: Path) -> None:
+def test_too_few_pairs_and_too_many_blocks(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = save_pairs(tmp_path / "few.jsonl", 20)
-    with pytest.raises(InputError, match="has 20 different pairs, and 376 are needed; give more pairs, or use"):
+    with pytest.raises(
+        InputError,
+        match="has 20 different pairs, and 376 are needed; give more pairs, or use --effort quick, which needs 132",
+    ):
         dg.shrink(place / "t5", pairs=few, remove=1, device="cpu")
+    without_estimate(monkeypatch)
+    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(InputError, match="remove must be from 1 to 2 blocks, got 3"):
         dg.shrink(place / "bart", pairs=place / "pairs.jsonl", remove=3, effort="quick", device="cpu")

@@ -14,7 +14,7 @@ from forked import exit_code, forked
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import DECODERS, ENCODERS, tiny_model
-from tiny_shrinks import LAYERS, quick, save
+from tiny_shrinks import LAYERS, quick, save, without_estimate
 
 from depthgauge._journal import journal_folder
 from depthgauge.checkpoints.library import quiet
@@ -274,8 +274,8 @@ def test_a_model_in_memory_is_left_as_it_was(llama: Path, text: Path, tmp_path: 
 
 BAD = {
     "more than there is": ({"remove": 4}, "remove must be from 1 to 3 blocks, got 4"),
-    "none": ({"remove": 0}, "remove must be from 1 to 3 blocks"),
-    "not a number": ({"remove": "some"}, "whole number or a percentage"),
+    "none": ({"remove": 0}, "remove must be a number of blocks from 1 on"),
+    "not a number": ({"remove": "some"}, "a number of blocks from 1 on, or a share of them below 100%"),
     "no size": ({}, "say how much to remove"),
     "two sizes": ({"remove": 1, "max_increase": 0.1}, "exactly one of .*, got --remove and --max-increase"),
     "ranges": ({"remove_layers": "3-1"}, "is not a block or an increasing range"),
@@ -296,6 +296,32 @@ BAD = {
     "window": ({"remove": 1, "window": 1000}, "window must be at most"),
     "resume": ({"remove": 1, "resume": True}, "--resume needs the output"),
 }
+
+
+TOO_MANY = {
+    "a number": ({"remove": 4}, "remove must be from 1 to 3 blocks, got 4; .* has 4 blocks"),
+    "sizes": ({"sizes": "1,4"}, "sizes must be from 1 to 3 blocks, got 4"),
+    "blocks": ({"remove_layers": "1,4"}, "remove-layers: 4 is not a block"),
+    "all blocks": ({"remove_layers": "0-3"}, "names all 4 blocks"),
+    "what is kept": ({"remove": 1, "keep": "4"}, "keep: 4 is not a block"),
+    "too much is kept": ({"remove": 3, "keep": "0,1"}, "3 blocks cannot be removed from .*: --keep leaves 2 of 4"),
+    "sizes and too much kept": ({"sizes": "1,3", "keep": "0,1"}, "--keep leaves 2 of 4"),
+    "everything is kept": ({"max_increase": 0.1, "keep": "0-3"}, "1 block cannot be removed from .*: --keep leaves 0"),
+    "few bytes": ({"max_bytes": "1kB"}, "max-bytes 1 kB is too small"),
+    "many bytes": ({"max_bytes": "1GB"}, "max-bytes 1 GB removes nothing, because .*; give a smaller size"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MANY)
+def test_numbers_of_blocks_are_checked_before_the_weights(
+    case: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No text is needed for this either, which would be sampled from the model."""
+    changes, words = TOO_MANY[case]
+    without_estimate(monkeypatch)
+    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(InputError, match=words):
+        quick(llama, None, **changes)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -326,6 +352,8 @@ def test_shares_are_rounded_down() -> None:
     assert ShrinkOptions(remove="25%").count(30, "m") == 7
     assert ShrinkOptions(remove="1%").count(30, "m") == ShrinkOptions(remove="10%").count(4, "m") == 1
     with pytest.raises(InputError, match="at least one must stay"):
+        ShrinkOptions(remove="30").count(30, "m")
+    with pytest.raises(InputError, match="a share of them below 100%"):
         ShrinkOptions(remove="100%").count(30, "m")
     with pytest.raises(InputError, match=r"remove must be from 1 to 1 block, got 2; m has 2 blocks"):
         ShrinkOptions(remove="2").count(2, "m")
