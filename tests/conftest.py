@@ -71,9 +71,9 @@ def _short_timing() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def short_training() -> Iterator[None]:
-    """Let `shrink --effort quick` train for a few steps in the tests of a file."""
+@pytest.fixture(scope="session", autouse=True)
+def _short_training() -> Iterator[None]:
+    """Let `shrink --effort quick` train for a few steps; training takes much of its time on tiny models."""
     from tiny_shrinks import STEPS, train_for
 
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def short_training() -> Iterator[None]:
 
 @pytest.fixture
 def whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `shrink --effort quick` train for as many steps as users have, in a file with `short_training`."""
+    """Let `shrink --effort quick` train as long as for users, in tests that assert that a stage is kept."""
     from tiny_shrinks import USUAL_STEPS, train_for
 
     train_for(USUAL_STEPS, monkeypatch)
