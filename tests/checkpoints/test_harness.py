@@ -136,7 +136,10 @@ def test_the_shipped_task_is_scored_by_lm_eval(tokenizer: Any) -> None:
         ("hellaswagg", "there is no task 'hellaswagg' in lm-eval .*; did you mean 'hellaswag'"),
         ("no_such_file.yaml", "cannot read the task no_such_file.yaml: no such file"),
         ("missing.yaml", "the task missing.yaml cannot be loaded: "),
-        ("rolling.yaml", "the task rolling is of the type loglikelihood_rolling .*use --perplexity"),
+        (
+            "rolling.yaml",
+            "the task rolling is of the type loglikelihood_rolling .*evaluate --perplexity",
+        ),
         ("broken.yaml", "the task broken.yaml cannot be loaded: "),
     ],
 )

@@ -101,9 +101,10 @@ def test_a_shrunk_model_has_a_page(run, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_noticed_before_the_work(run, tmp_path):
-    code, out, err = run(*GAUGE, "--report", ".")
+    (tmp_path / "d.html").mkdir()
+    code, out, err = run(*GAUGE, "--report", "d.html")
     assert (code, out) == (2, "")
-    assert err == "error: cannot write .: it is a directory; give the name of a file\n"
+    assert err == "error: cannot write d.html: it is a directory; give the name of a file\n"
 
 
 def test_a_result_that_cannot_be_written_is_still_printed(run, tmp_path):
@@ -124,5 +125,5 @@ def test_nothing_is_replaced_without_being_asked(run, tmp_path):
     code, out, err = run(*GAUGE, "--out", "r.json", "--overwrite")
     assert code == 0
     assert json.loads((tmp_path / "r.json").read_text())["schema"] == "depthgauge.gauge/1"
-    code, out, err = run(*GAUGE, "--out", "x.json", "--report", "x.json")
-    assert err == "error: --report and --out are the same file, x.json; give another --report\n"
+    code, out, err = run(*GAUGE, "--out", "x.html", "--report", "x.html")
+    assert err == "error: --report and --out are the same file, x.html; give another --report\n"

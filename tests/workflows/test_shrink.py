@@ -243,7 +243,7 @@ def test_weights_that_are_loaded_on_demand_are_not_repaired(llama: Path, text: P
 
 
 def test_a_share_of_samples_needs_a_text(llama: Path) -> None:
-    with pytest.raises(InputError, match="needs --text"):
+    with pytest.raises(InputError, match="give a text, or leave --sampled out"):
         quick(llama, None, remove=1, sampled=0.3)
     with pytest.raises(InputError, match="a share from 0 to 1"):
         quick(llama, None, remove=1, sampled=7.0)

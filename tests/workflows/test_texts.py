@@ -15,7 +15,7 @@ from tiny_shrinks import without_estimate
 import depthgauge as dg
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import MEASURED_TOKENS
+from depthgauge.checkpoints.start_token import MEASURED_LENGTH, MEASURED_WINDOWS
 from depthgauge.checkpoints.windows import Windows, tokenize_text
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
@@ -97,7 +97,8 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
     made = prepare_calibration(
         subject.checkpoint, subject.tokenizer, subject.read, subject.start, message=lambda sentence: None
     )
-    measured = tokenize_text(Letters(), None, wanted=1, length=32, seed=0).pieces[0].tolist()[:MEASURED_TOKENS]
+    letters = tokenize_text(Letters(), None, wanted=1, length=32, seed=0).pieces[0].tolist()
+    measured = letters[: MEASURED_WINDOWS * MEASURED_LENGTH]
     read = [body.tolist() for body in subject.read.measured]
     assert all(len(body) > 24 for body in read)
     assert not runs([measured, *read], 24) & runs(made.certify.inputs.tolist(), 24)

@@ -25,8 +25,6 @@ from depthgauge.errors import InputError
 
 MEASURED_WINDOWS, MEASURED_LENGTH = 8, 128
 """How many windows of the built-in text are measured with and without the BOS token, and their tokens."""
-MEASURED_TOKENS = MEASURED_WINDOWS * MEASURED_LENGTH
-"""The tokens at the start of the built-in text that have decided about the BOS token."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def measure_start(start: Start, checkpoint: Checkpoint, tokenizer: Any) -> Start
     longest = (context_length(checkpoint.config) or math.inf) - 1 - len(start.before) - len(start.after)
     length = int(min(MEASURED_LENGTH, longest))
     text = tokenize_text(tokenizer, None, wanted=1, length=MEASURED_LENGTH, seed=0).pieces[0]
-    count = min(MEASURED_WINDOWS, len(text) // max(2, length))
+    count = min(MEASURED_WINDOWS, len(text) // 2 // max(2, length))  # `shrink` evaluates the second half
     if length < 2 or count < 2:
         return start.decided(start.candidate, False, "windows are too short to measure which is better")
     bodies = text[: count * length].view(count, length)

@@ -106,6 +106,14 @@ def find_texts(texts: Sequence[str | Path], as_is: bool = False) -> tuple[TextFi
     return found
 
 
+def input_paths(options: Any) -> dict[str, str | Path | None]:
+    """Return option → path of everything that the options of a command read, which no output may replace."""
+    texts = [options.text] if isinstance(options.text, str) else options.text or ()
+    names = ("input", "tokenizer", "images", "labels", "pairs", "audio")
+    paths = {f"--{name}": getattr(options, name, None) for name in names}
+    return paths | {f"--text {text}": split_field(text)[0] for text in texts}
+
+
 def split_field(text: str | Path) -> tuple[Path, str | None]:
     """Return the path and the field of `path:field`; a file that exists under the whole name has no field.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.start_token import MEASURED_TOKENS, Start
+from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import (
     TokenizedText,
@@ -209,7 +209,7 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
     ids = default.pieces[0]
     if not measured:
-        size = min(length, len(ids) // _READ, MEASURED_TOKENS // _READ)
+        size = min(length, len(ids) // 2 // _READ)
         measured = tuple(ids[: _READ * size].view(_READ, size))
     bodies = ids[: len(ids) // length * length].view(-1, length)
     if request.decoder:  # what decides about the BOS token, or is continued in a recovery, is not evaluated

@@ -9,7 +9,7 @@ from depthgauge._io import check_outputs, write_text
 from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.source import require_streamable
 from depthgauge.checkpoints.task_names import task_folders
-from depthgauge.checkpoints.text_files import find_text, split_field
+from depthgauge.checkpoints.text_files import find_text, input_paths, split_field
 from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, page_text
@@ -57,8 +57,7 @@ def evaluate(
     settings.check(len(paths))
     if report is not None:
         check_page(report)
-    inputs = {"--text": None if settings.text is None else split_field(settings.text)[0]}
-    inputs |= {f"MODEL {path}": Path(path) for path in paths}
+    inputs = input_paths(settings) | {f"MODEL {path}": Path(path) for path in paths}
     inputs |= {f"--perplexity {one}": split_field(_split_name(one)[1])[0] for one in settings.perplexity}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite)
     named = [_split_name(given) for given in settings.perplexity]

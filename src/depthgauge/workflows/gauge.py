@@ -9,7 +9,7 @@ from depthgauge._io import check_outputs, write_text
 from depthgauge._journal import Journal
 from depthgauge._ranks import ALONE, Ranks
 from depthgauge._version import __version__
-from depthgauge.checkpoints.text_files import split_field
+from depthgauge.checkpoints.text_files import input_paths
 from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, page_text, write_report
@@ -88,9 +88,7 @@ def gauge(
     if report is not None:
         check_page(report)
     with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
-        text = None if asked.text is None else split_field(asked.text)[0]
-        inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
-        inputs |= {"--labels": asked.labels, "--pairs": asked.pairs, "--audio": asked.audio}
+        inputs = {"TARGET": found.path} | input_paths(asked)
         if ranks.index:
             out = report = None
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)

@@ -11,7 +11,7 @@ from depthgauge._ranks import ALONE, Ranks
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.text_files import find_texts, split_field
+from depthgauge.checkpoints.text_files import find_texts, input_paths
 from depthgauge.errors import InputError, require_type
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, page_text, write_report
@@ -88,8 +88,7 @@ def recover(
     find_general(settings.general)  # raises before a download
     with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
         writes = ranks.index == 0
-        inputs = {"MODEL": _path(model), "--teacher": _path(teacher), "--tokenizer": settings.tokenizer}
-        inputs |= {f"--text {text}": split_field(text)[0] for text in settings.text}
+        inputs = {"MODEL": _path(model), "--teacher": _path(teacher)} | input_paths(settings)
         if writes:
             check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         small, source = (_resolved(one, settings, message) for one in (model, teacher))

@@ -17,7 +17,7 @@ from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
-from depthgauge.checkpoints.text_files import find_texts, split_field
+from depthgauge.checkpoints.text_files import find_texts, input_paths
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, sizes_page_text, write_report
@@ -271,15 +271,7 @@ def _settings(
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
     """Return option → path of everything that is read and that no output may replace."""
     path = model if isinstance(model, str | Path) and parse_hub_name(model) is None else None
-    return {
-        "MODEL": path,
-        "--tokenizer": settings.tokenizer,
-        "--images": settings.images,
-        "--labels": settings.labels,
-        "--pairs": settings.pairs,
-        "--audio": settings.audio,
-        **{f"--text {text}": split_field(text)[0] for text in settings.text},
-    }
+    return {"MODEL": path} | input_paths(settings)
 
 
 def _find_source(
