@@ -129,12 +129,10 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             if only not in (None, kind):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
         require_count("samples", SAMPLES if self.samples is None else self.samples, "the number of inputs")
-        if self.tokens is not None:
-            meaning = "the number of tokens of an input of a network, or of text in total"
-            require_count("tokens", self.tokens, meaning, least=1 if kind == NETWORKS else 2)
+        tokens, least = self.with_defaults(kind).tokens or 0, 1 if kind == NETWORKS else 2
+        require_count("tokens", tokens, "the number of tokens of an input, or of text in total", least)
         require_seed(self.seed or 0)
-        if self.radius is not None:
-            require_radius(self.radius)
+        require_radius(1.0 if self.radius is None else self.radius)
         for name in NETWORK_DEFAULTS:
             if self.input is not None and getattr(self, name) is not None:
                 raise InputError(f"--{name} describes random inputs and --input reads them from a file; leave one out")
