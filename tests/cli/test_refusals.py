@@ -108,7 +108,7 @@ REFUSED = {
     "shrink good --remove 1 --device-map abc --out new": "device_map must be one of auto",
     "shrink good --remove 1 --device cpu --device-map auto --out new": "so --device has no effect",
     "shrink good --remove 1 --stream --out new": "does not sample text from the model; give --text",
-    "shrink good --remove 1 --stream --text text.txt --heal 5 --out new": "leave --heal out, or leave --stream out",
+    "shrink good --remove 1 --stream --text text.txt --recover 2M --out new": "leave --recover out",
     "shrink good --remove 1 --stream --text text.txt --dtype float16 --out new": "good cannot be streamed: its dtype",
     "shrink good --remove 1 --tokenizer empty --out new": "empty is none: it has none of tokenizer.json",
     "shrink good --remove 1 --report page.txt --out new": "page.txt is not the name of one; give a name that ends with",
