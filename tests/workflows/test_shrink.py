@@ -242,6 +242,13 @@ def test_weights_that_are_loaded_on_demand_are_not_repaired(llama: Path, text: P
     assert quick(model, text, remove=1, tokenizer=tokenizer, no_repair=True).record.layers_after == LAYERS - 1
 
 
+def test_streamed_weights_need_a_text_only_where_text_would_be_sampled() -> None:
+    ShrinkOptions(remove="1", images="photos", stream=True).check()
+    ShrinkOptions(remove="1", text=("corpus.txt",), stream=True).check()
+    with pytest.raises(InputError, match="give --text, or leave --stream out"):
+        ShrinkOptions(remove="1", stream=True).check()
+
+
 def test_a_share_of_samples_needs_a_text(llama: Path) -> None:
     with pytest.raises(InputError, match="give a text, or leave --sampled out"):
         quick(llama, None, remove=1, sampled=0.3)
