@@ -122,3 +122,12 @@ def test_enough_work_is_timed() -> None:
     assert enough(taken, 8, 100, seconds=1000) == 64  # 128 are too many
     assert enough(taken, 8, math.inf, seconds=4) == 8  # 32 pairs take half of the limit
     assert enough(taken, 1, 0.5, seconds=1000) == 1
+    seen = set[int]()
+
+    def loaded(size: int) -> float:
+        """Return a time that is long at the first run of each size."""
+        longer = 0 if size in seen else 20
+        seen.add(size)
+        return longer + taken(size)
+
+    assert enough(loaded, 8, math.inf, seconds=1000) == enough(taken, 8, math.inf, seconds=1000)

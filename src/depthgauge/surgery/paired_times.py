@@ -95,9 +95,7 @@ def enough(run: Callable[[int], float], least: int, most: float, seconds: float)
     """
     size, before, long = least, inf, seconds / (16 * FIRST)
     while True:
-        taken = run(size)
-        if taken <= long:
-            taken = min(run(size) for _ in range(REPEATS))
+        taken = min(run(size) for _ in range(REPEATS))  # the first run of a size may load kernels
         if taken > long or taken / size > FLAT * before or 2 * size > most:
             return size
         size, before = 2 * size, taken / size
