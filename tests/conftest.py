@@ -63,9 +63,9 @@ def _no_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 3600.0)
 
 
-@pytest.fixture(scope="module")
-def short_training() -> Iterator[None]:
-    """Let `shrink --effort quick` train for a few steps in the tests of a file."""
+@pytest.fixture(scope="session", autouse=True)
+def _short_training() -> Iterator[None]:
+    """Let `shrink --effort quick` train for a few steps; training takes much of its time on tiny models."""
     from tiny_shrinks import STEPS, train_for
 
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def short_training() -> Iterator[None]:
 
 @pytest.fixture
 def whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `shrink --effort quick` train for as many steps as users have, in a file with `short_training`."""
+    """Let `shrink --effort quick` train as long as for users, in tests that assert that a stage is kept."""
     from tiny_shrinks import USUAL_STEPS, train_for
 
     train_for(USUAL_STEPS, monkeypatch)

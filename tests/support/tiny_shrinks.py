@@ -14,7 +14,7 @@ from depthgauge.workflows.shrink import ShrinkResult, shrink
 
 LAYERS = 4
 STEPS, USUAL_STEPS = 8, EFFORT["quick"].steps
-"""Steps for which the repair of `--effort quick` trains in some tests, where training takes most of the time."""
+"""Steps for which the repair of `--effort quick` trains in most tests, and those of users, see conftest.py."""
 
 
 def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Path:

@@ -21,8 +21,6 @@ from depthgauge._ranks import ENDED, Ranks
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("short_training")
-
 SCRIPT = Path(__file__).parents[1] / "support" / "divided_runs.py"
 
 

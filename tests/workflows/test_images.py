@@ -18,8 +18,6 @@ from depthgauge.checkpoints.image_files import read_images
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("short_training")
-
 SMALL = {"device": "cpu"}
 QUICK = {"remove": 1, "effort": "quick", "device": "cpu"}
 

@@ -17,8 +17,6 @@ from depthgauge.checkpoints.pair_files import read_labelled
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("short_training")
-
 CLASSES = {"bert": "BertForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}
 NAMES = ("bad", "good", "neither")
 SMALL = {"device": "cpu"}

@@ -19,8 +19,6 @@ from depthgauge.checkpoints.windows import read_windows
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("short_training")
-
 SMALL = {"window": 16, "device": "cpu"}
 SHRINK = {"remove": 1, "effort": "quick", **SMALL}
 

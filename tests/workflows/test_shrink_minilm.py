@@ -19,6 +19,7 @@ def minilm() -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("whole_training")
 def test_minilm_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The repaired model of five layers is closer to the dense one than every choice without repair."""
     out = tmp_path / "smaller"
