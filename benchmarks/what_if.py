@@ -26,9 +26,9 @@ from depthgauge.checkpoints.hooks import changed
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
-from depthgauge.checkpoints.model_output import window_losses
+from depthgauge.checkpoints.model_output import token_losses, window_losses
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import cross_entropy, layers_of, passes
+from depthgauge.checkpoints.what_if import layers_of, passes
 from depthgauge.progress import silent
 from depthgauge.results.labels import DEFAULT_WHAT_IFS
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
@@ -123,7 +123,7 @@ def timed_round(stack: BlockRunner, ids: torch.Tensor, kind: str) -> tuple[float
 def measured_pass(stack: Stack, ids: torch.Tensor) -> float:
     """Run the intact model once and return its loss, or 0 for an encoder."""
     output = stack.run(ids)
-    return cross_entropy(output, ids) if stack.checkpoint.objective == "loss" else 0.0
+    return float(token_losses(output, ids).mean()) if stack.checkpoint.objective == "loss" else 0.0
 
 
 def whole_kind(runner: BlockRunner, ids: torch.Tensor, kind: str) -> list[float]:
