@@ -156,7 +156,7 @@ def too_short(found: TokenizedText, length: int, around: int) -> InputError:
 
 
 def longer_text(found: TokenizedText, window: int) -> str:
-    """Return what to do about a text that has windows of `window` tokens at most; short ones have too little context."""
+    """Return what to do about a text that has windows of `window` tokens at most; short ones say too little."""
     needed = "give a text" if found.source == TextFile().name else "use a longer text"
     return needed + (f", or --window {window}" if window >= SHORT_WINDOW else "")
 
