@@ -156,10 +156,7 @@ def too_short(found: TokenizedText, length: int, around: int) -> InputError:
 
 
 def longer_text(found: TokenizedText, window: int) -> str:
-    """Return what to do about a text that is too short, where windows of at most `window` tokens could be cut.
-
-    Windows shorter than `SHORT_WINDOW` have too little context to measure a model on.
-    """
+    """Return what to do about a text that has windows of `window` tokens at most; short ones say too little."""
     needed = "give a text" if found.source == TextFile().name else "use a longer text"
     return needed + (f", or --window {window}" if window >= SHORT_WINDOW else "")
 
