@@ -145,7 +145,7 @@ def test_what_was_measured_is_said_where_there_is_less_than_asked_for(
     (subject,) = json.loads((place / "less.json").read_text())["subjects"]
     assert subject["text"]["tokens"] == used
     page = (place / "less.html").read_text("utf-8")
-    for shown in (" ".join(outcome.out.split()), subject["notes"], page):
+    for shown in (" ".join(outcome.out.split()), " ".join(subject["notes"]), page):
         assert (said in shown) == (asked == "100000")
 
 
