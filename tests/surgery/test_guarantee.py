@@ -144,7 +144,7 @@ def in_sequence(bounds: list[float | None]) -> int | None:
     certifier: Any = SimpleNamespace(
         measure=lambda model, label: model, bound=lambda size: SimpleNamespace(increase=bounds[size - 1])
     )
-    best, tested = largest_within(Candidates(shrinker, 0), certifier, 0.5, ShrinkOptions(), None)
+    best, tested = largest_within(Candidates(shrinker, 0), certifier, 0.5, None)
     failed = [size.removed for size in tested if not size.passed]
     assert failed in ([], [len(tested)])
     return None if best is None else best.model - 1
@@ -152,7 +152,9 @@ def in_sequence(bounds: list[float | None]) -> int | None:
 
 @pytest.fixture
 def models_are_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrunk_model, "make_model", lambda candidates, sets, *others: SimpleNamespace(model=len(sets)))
+    monkeypatch.setattr(
+        shrunk_model, "make_model", lambda candidates, sets, *others, **more: SimpleNamespace(model=len(sets))
+    )
 
 
 @pytest.mark.usefixtures("models_are_sizes")
