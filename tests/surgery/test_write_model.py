@@ -402,7 +402,7 @@ def test_the_model_card_says_what_was_done() -> None:
         "base_model": "org/Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
     }  # fmt: skip
     for part in (f"removed {len(record.removed)} of the {record.layers_before} layers", "(counted from 0)",
-                 ranges(sorted(record.removed)), "were repaired: ", "trained for 200 steps",
+                 ranges(sorted(record.removed)), "were repaired: ", "trained on 2,000,000 tokens",
                  "| your text (corpus.txt) | 80 | 3.51 | 3.91 | 0.401 [0.36, 0.445] | abababababababab… |",
                  texts_caption(record), times_sentence(record),
                  *guarantee_sentences(record), f"{record.parameters.after:,} parameters instead of",

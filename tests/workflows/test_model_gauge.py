@@ -186,7 +186,7 @@ def test_blocks_are_gauged_without_attention(name: str, tmp_path: Path, corpus: 
 
 def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "gpt2", tokenizer=False)
-    subject = subject_of(tmp_path, None, weights_only=True)
+    subject = dg.gauge(tmp_path, weights_only=True, device="cpu").to_json()["subjects"][0]
     assert subject["text"] is None
     assert subject["layers"][0]["what_if"] == {}
     assert subject["layers"][0]["heads"][0]["eta"] > 0
