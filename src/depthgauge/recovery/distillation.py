@@ -32,8 +32,8 @@ from depthgauge.results.recover_record import NO_GAIN, TIME_OVER, TOKENS_DONE, R
 
 RATE = 0.003
 """Largest learning rate, as a share of the median size (root mean square) of the trained matrices, because AdamW moves
-every weight by about the rate: 1e-4 for Gemma-3-270m, 6e-4 for SmolLM2-135M, whose weights are five times as large. On
-each of them, three times as much and a third of it were worse, by the loss on a text that was not trained on."""
+every weight by about the rate: 1.2e-4 for Gemma-3-270m, the one model it was measured on (docs/log.md). No stored
+measurement compares other shares."""
 STEP_TOKENS = 4096
 """About how many tokens each step takes."""
 FASTEST = 10**6
@@ -45,7 +45,7 @@ POINTS = 10
 PATIENCE = 2
 """Measurements without a gain larger than its standard error after which `stops` ends the training."""
 SAVE_EVERY = 60.0
-"""Seconds between two savings, at least; a saving may take a twentieth of the time."""
+"""Seconds between two savings, at least."""
 
 
 @dataclass(frozen=True)

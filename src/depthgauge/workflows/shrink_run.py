@@ -343,7 +343,7 @@ class ShrinkRun:
             return ()
         passes = tokens / self.calibration.record.window * TRAINING_PASSES
         return (
-            "the smaller model was not trained, which recovers most of the loss: at the pace of this run, --recover "
+            "the smaller model was not trained after the removal: at the pace of this run, --recover "
             f"{tokens // 10**6}M would take about {duration(passes * shrinker.window_seconds)}, and --recover 30min "
             "takes as long as it says",
         )
