@@ -102,7 +102,7 @@ def test_a_training_step_is_the_same(backward: bool) -> None:
     """In the backward pass, some gradients are known when memory runs out."""
     made = []
     for windows in (4, 1):
-        effort = Effort(8, 4, 60, 4, 10**6, 0, 1, 10, 64)
+        effort = Effort(8, 4, 60, 4, 10**6, 0, 1, 10)
         student = Student(wrap(tiny_model("llama").double()), tokens(16, 96), tokens(16, 4, seed=1), effort=effort)
         student.keep_all_but((0,))
         weights = [weight for layer in student.kept for weight in student.runner.blocks[layer].parameters()]

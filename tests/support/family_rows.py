@@ -97,7 +97,7 @@ def known_reason(message: str) -> str:
 @contextmanager
 def quick_shrinks() -> Iterator[None]:
     """Let `shrink` take few windows, few steps and little time, and check what it wrote in a forked process."""
-    few = student.Effort(8, 6, 20, 4, 4, 0, 1, 6, 64, window=WINDOW)
+    few = student.Effort(8, 6, 20, 4, 4, 0, 1, 6, window=WINDOW)
     forking = type("Forking", (), {"Popen": ForkedScript, "PIPE": None, "DEVNULL": None})
     with (
         patch.dict(student.EFFORT, quick=few),

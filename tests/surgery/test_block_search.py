@@ -14,7 +14,7 @@ from depthgauge.results.shrink_record import SearchStep
 from depthgauge.surgery.shrinker import RUN, Shrinker
 from depthgauge.surgery.student import Effort
 
-WIDE = Effort(8, 4, 60, 4, 10**6, 0, 1, 5, 24)
+WIDE = Effort(8, 4, 60, 4, 10**6, 0, 1, 5)
 
 
 def deep(name: str, layers: int = 5, seed: int = 0) -> Any:
@@ -100,7 +100,7 @@ def test_the_limit_stops_the_search() -> None:
 
 
 def test_an_interrupted_search_ranks_and_exchanges_as_an_uninterrupted_one() -> None:
-    narrow = Effort(8, 4, 60, 2, 2, 6, 1, 5, 24)
+    narrow = Effort(8, 4, 60, 2, 2, 6, 1, 5)
 
     def run(journal: Journal, progress: Any) -> Any:
         with shrinker(deep("llama", 6), journal=journal, effort=narrow, progress=progress) as work:

@@ -1,7 +1,7 @@
 """Distil a smaller model towards its source, and decide by the selection windows whether the result is kept."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,6 @@ class Recovery:
     - `apart`: windows of another text, which are measured and decide nothing
     - `amount`: how long to train
     - `seed`: the order of the windows
-    - `observe`: called with the smaller model before it is trained
     """
 
     data: RecoveryData
@@ -47,7 +46,6 @@ class Recovery:
     apart: Inputs | None
     amount: Amount
     seed: int
-    observe: Callable[[Checkpoint], None] | None = None
 
     def run(
         self,
@@ -62,12 +60,10 @@ class Recovery:
         The gain must be larger than its standard error. The student has float32 weights afterwards. The training is
         saved in `folder`; one that was interrupted there is continued.
         """
-        if self.observe is not None:
-            self.observe(student)
         before = [weight.detach().to("cpu", copy=True) for weight in weights]
         parts = {TRAIN: self.data.windows, SELECT: self.select}
         pair = Pair(student, teacher, parts | ({} if self.apart is None else {APART: self.apart}))
-        training = Training.of(self.amount, pair.tokens, usual_rate(weights))
+        training = Training.of(self.amount, len(self.data.windows), pair.tokens, usual_rate(weights))
         order = self.data.order(training.steps * training.batch, self.seed).tolist()
         device = student.device
         if device.type == "cuda":

@@ -5,25 +5,24 @@ which differences are large enough to count: a repair is kept only if its gain i
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._format import size_text
 from depthgauge._io import write_tensors
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.record import finite
+from depthgauge.results.recover_record import RecoveryRecord
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage
-from depthgauge.surgery.distill import TRAINING, distill, has_room
 from depthgauge.surgery.repair import is_linear, output_maps, refit_block
 from depthgauge.surgery.shrinker import Removed, Shrinker
 
-HEADLESS = 4
-"""How many times as many steps a model without a head is trained: it costs a fraction per token. On MiniLM, more steps
-lowered the distance on other windows."""
 Losses = Float[Tensor, " select"]
 """One number per selection window."""
 
@@ -34,7 +33,7 @@ class Repaired:
 
     - `stages`: what was tried, in order
     - `losses`: the objective on every selection window
-    - `weights`: the values of the repairable weights
+    - `weights`: the values of the weights that a comparison may change, as long as the model is the best
     """
 
     stages: tuple[RepairStage, ...]
@@ -42,28 +41,33 @@ class Repaired:
     weights: list[Tensor]
 
 
+@dataclass(frozen=True, eq=False)
 class Candidates:
     """Sets of blocks as finished models.
 
-    Use `choose` to find the best set, then `repair` to make its model.
-
-    - `shrinker`: the model, which `repair` changes in place
-    - `seed`: the order of the windows in the repair
+    - `shrinker`: the model, which is changed in place
+    - `refits`: whether the `effort.finalists` sets that are best without repair are compared after least squares; this
+      is for models that are not recovered: after 300 steps of recovery, those that began so were worse (SmolLM2-135M)
+    - `trial`: a short training after which all sets are compared, or None
+    - `training`: the last stage of the repair of the best set, or None
+    - `observe`: called with the model of the best set while its weights are the original ones
     - `notes`: what was left out
     """
 
-    def __init__(self, shrinker: Shrinker, seed: int) -> None:
-        self.shrinker, self.seed = shrinker, seed
-        self.notes: tuple[str, ...] = ()
-        self._best: tuple[Removed, Repaired] | None = None
+    shrinker: Shrinker
+    refits: bool = True
+    trial: Recovery | None = None
+    training: Recovery | None = None
+    observe: Callable[[Checkpoint], None] | None = None
+    notes: list[str] = field(default_factory=list)
 
     def choose(
         self, sets: Mapping[str, Removed], given: Removed | None = None
-    ) -> tuple[Removed, tuple[CandidateRecord, ...]]:
-        """Return the best set, or the `given` one, and what was measured of each, the best first.
+    ) -> tuple[Removed, tuple[CandidateRecord, ...], Repaired]:
+        """Return the best set, or the `given` one; what was measured of each, the best first; and the repaired model.
 
-        The sets that are best without repair, `effort.finalists` of them, are compared after repair too. With a given
-        set, it is the only one that is repaired.
+        The student is the best set afterwards, with its repair. If there is a given set, it alone is repaired, and
+        there is no trial.
         """
         shrinker = self.shrinker
         methods: dict[Removed, list[str]] = {}
@@ -71,18 +75,23 @@ class Candidates:
             methods.setdefault(removed, []).append(method)
         bare = shrinker.losses_without(methods)
         order = sorted(bare, key=lambda removed: float(bare[removed].mean()))
-        finished = dict(bare)
-        repaired: dict[Removed, Repaired] = {}
-        finalists = order[: shrinker.effort.finalists] if given is None else [given]
-        for removed in finalists if shrinker.repairs else []:
-            repaired[removed] = self.repair(removed)
-            finished[removed] = repaired[removed].losses
-        shrinker.restore()
-        order.sort(key=lambda removed: float(finished[removed].mean()))
-        best, records = order[0] if given is None else given, []
+        tried = order[: shrinker.effort.finalists] if given is None else [given]
+        if not self.refits:
+            tried = order if given is None and len(order) > 1 and self.trial is not None else []
+        tried = tried if shrinker.repairs else []
+        finished, best = {removed: Repaired((), losses, []) for removed, losses in bare.items()}, given or order[0]
         for removed in order:
+            if removed in tried:
+                finished[removed] = self.repair(removed)
+            if given is None and _is_better(removed, best, finished):
+                best = removed
+            for other in finished.keys() - {best}:
+                finished[other].weights.clear()  # of a large model, they take all memory
+        finished[best] = self._trained(best, finished[best])
+        records = []
+        for removed in sorted(order, key=lambda removed: float(finished[removed].losses.mean())):
             increase, error = difference(bare[removed], shrinker.dense_losses)
-            after = None if removed not in repaired else difference(finished[removed], shrinker.dense_losses)
+            after = difference(finished[removed].losses, shrinker.dense_losses) if finished[removed].stages else None
             records.append(
                 CandidateRecord(
                     methods=tuple(methods[removed]),
@@ -94,83 +103,76 @@ class Candidates:
                     chosen=removed == best,
                 )
             )
-        return best, tuple(records)
+        return best, tuple(records), finished[best]
 
     def repair(self, removed: Removed) -> Repaired:
-        """Remove exactly these blocks from the original model and repair the others in place, from the first gap on.
+        """Remove exactly these blocks from the original model, and refit or train the others in place for a comparison.
 
-        Where no norm follows the maps that write into the residual stream, they are refitted by least squares first.
-        Then they and all gains and biases are trained towards the dense model's predictions. Each stage is undone
-        unless its gain on the selection windows is larger than its standard error.
+        Where no norm follows the maps that write into the residual stream, they are refitted by least squares, from the
+        first gap on. A stage is undone unless its gain on the selection windows is larger than its standard error.
         """
-        shrinker = self.shrinker
-        bare = shrinker.losses_without([removed])[removed]
+        shrinker, stages = self.shrinker, list[RepairStage]()
+        losses = shrinker.losses_without([removed])[removed]
         shrinker.keep_all_but(removed)
-        if not shrinker.repairs:
-            return Repaired((), bare, [])
-        place = max(0, shrinker.first_gap - 1)
-        weights = self.repairable(place)
+        weights, place = self.changed_weights, max(0, shrinker.first_gap - 1)
         shrinker.remember(weights)
-        made = self._known(removed, weights)
-        if made is None:
-            made = self._repaired(place, weights, bare)
-            self._save(removed, made)
-        if self._best is None or float(made.losses.mean()) <= float(self._best[1].losses.mean()):
-            self._best = removed, made
-        return made
-
-    def repairable(self, place: int) -> list[nn.Parameter]:
-        """Return the weights that the repair may change: output maps, gains and biases of kept[place:].
-
-        Blocks without a family have none.
-        """
-        found: dict[nn.Parameter, None] = {}
-        for layer in self.shrinker.kept[place:]:
-            block, family = self.shrinker.runner.blocks[layer], self.shrinker.checkpoint.families[layer]
-            if family is None:
-                continue
-            found |= dict.fromkeys(p for module in output_maps(block, family) for p in module.parameters())
-            found |= dict.fromkeys(parameter for parameter in block.parameters() if parameter.dim() == 1)
-        return [weight for weight in found if weight not in self.shrinker.runner.shared]
-
-    def _repaired(self, place: int, weights: list[nn.Parameter], losses: Losses) -> Repaired:
-        """Try the stages of the repair, one after the other; `losses` are those before it."""
-        shrinker, effort = self.shrinker, self.shrinker.effort
-        refitted = [layer for layer in shrinker.kept[place:] if is_linear(shrinker.checkpoint.families[layer])]
-        trials = {"least squares": partial(self._refit, place)} if refitted else {}
-        steps = effort.steps * (1 if shrinker.checkpoint.objective == "loss" else HEADLESS)
-        if self._has_room(weights):
-            trials["distillation"] = partial(
-                distill, shrinker, place, weights, steps=steps, tokens=effort.tokens, seed=self.seed, label="repair"
-            )
-        stages = []
-        for name, run in trials.items():
+        if self.trial is not None:
+            losses, record = train(shrinker, losses, weights, self.trial)
+            return Repaired((_stage("short training", record),), losses, in_memory(weights))
+        path = shrinker.journal.file("repair", removed)
+        if state := shrinker.journal.loaded(path):
+            put_weights(weights, state["weights"])
+            return Repaired(tuple(RepairStage(**one) for one in state["stages"]), state["losses"], state["weights"])
+        if any(is_linear(shrinker.checkpoint.families[layer]) for layer in shrinker.kept[place:]):
             before = in_memory(weights)
-            run()
+            self._refit(place)
             after = shrinker.losses()
             gain, error = difference(losses, after)
-            is_kept = gain > error
-            stages.append(
-                RepairStage(
-                    name=name, before=float(losses.mean()), after=float(after.mean()), error=finite(error), kept=is_kept
-                )
-            )
-            if is_kept:
+            means = {"before": float(losses.mean()), "after": float(after.mean()), "error": finite(error)}
+            stages.append(RepairStage(name="least squares", **means, kept=gain > error))
+            if gain > error:
                 losses = after
             else:
                 put_weights(weights, before)
-        return Repaired(tuple(stages), losses, in_memory(weights))
+        made = Repaired(tuple(stages), losses, in_memory(weights))
+        if path is not None:
+            stored = {"stages": [one.to_json() for one in stages], "losses": losses, "weights": made.weights}
+            write_tensors(path, stored)
+        return made
 
-    def _has_room(self, weights: list[nn.Parameter]) -> bool:
-        """Return whether weights can be trained: all of the model must be in memory, with `TRAINING` bytes for each."""
-        if self.shrinker.checkpoint.stream is not None:
-            return False
-        fits = has_room(weights) or has_room(weights, torch.device("cpu"))
-        if all(self.shrinker.runner.ranks.exchanged(fits)):
-            return True
-        needed = TRAINING * sum(weight.numel() for weight in weights)
-        self.notes = (f"the repair did not train weights: this needs {size_text(needed)} of memory",)
-        return False
+    def _trained(self, removed: Removed, made: Repaired) -> Repaired:
+        """Put the weights of a repair back, and train them as its last stage."""
+        shrinker = self.shrinker
+        shrinker.keep_all_but(removed)
+        if self.observe is not None:
+            self.observe(smaller_model(shrinker))
+        weights = self.changed_weights
+        if made.stages:
+            shrinker.remember(weights)
+            put_weights(weights, made.weights)
+        if self.training is None:
+            return made
+        folder = shrinker.journal.directory("training", removed)
+        losses, record = train(shrinker, made.losses, weights, self.training, folder)
+        return Repaired((*made.stages, _stage("distillation", record)), losses, [])
+
+    @property
+    def changed_weights(self) -> list[nn.Parameter]:
+        """The weights of the present student that may change before a recovery.
+
+        In a trial, these are the weights of all blocks. Otherwise, they are the output maps, gains and biases from the
+        first gap on, of blocks with a family: it is fitted to few windows, and the rest of a file stays as it is.
+        """
+        shrinker = self.shrinker
+        if self.trial is not None:
+            return block_weights(shrinker)
+        found: dict[nn.Parameter, None] = {}
+        for layer in shrinker.kept[max(0, shrinker.first_gap - 1) :]:
+            block, family = shrinker.runner.blocks[layer], shrinker.checkpoint.families[layer]
+            if family is not None:
+                found |= dict.fromkeys(p for module in output_maps(block, family) for p in module.parameters())
+                found |= dict.fromkeys(parameter for parameter in block.parameters() if parameter.dim() == 1)
+        return [weight for weight in found if weight not in shrinker.runner.shared]
 
     def _refit(self, place: int) -> None:
         """Refit the output maps of kept[place:] in order, where they are known, each on the outputs of those before."""
@@ -183,21 +185,59 @@ class Candidates:
                 refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)), inputs)
             states = shrinker.runner.through([layer], states, inputs)
 
-    def _known(self, removed: Removed, weights: list[nn.Parameter]) -> Repaired | None:
-        """Put the weights of a repair back that was done before, in this run or in an interrupted one."""
-        made = self._best[1] if self._best is not None and self._best[0] == removed else None
-        if made is None and (state := self.shrinker.journal.loaded(self.shrinker.journal.file("repair", removed))):
-            made = Repaired(tuple(RepairStage(**one) for one in state["stages"]), state["losses"], state["weights"])
-        if made is not None:
-            put_weights(weights, made.weights)
-        return made
 
-    def _save(self, removed: Removed, made: Repaired) -> None:
-        path = self.shrinker.journal.file("repair", removed)
-        if path is not None:
-            stages = [stage.to_json() for stage in made.stages]
-            state = {"stages": stages, "losses": made.losses, "weights": made.weights}
-            write_tensors(path, state)
+def smaller_model(shrinker: Shrinker) -> Checkpoint:
+    """Return the present student as a checkpoint."""
+    model = shrinker.model()
+    return replace(shrinker.checkpoint, model=model, config=model.config)
+
+
+def block_weights(shrinker: Shrinker) -> list[nn.Parameter]:
+    """Return the weights of the kept blocks, without those that removed blocks or other modules use as well."""
+    weights = (weight for layer in shrinker.kept for weight in shrinker.runner.blocks[layer].parameters())
+    return [weight for weight in dict.fromkeys(weights) if weight not in shrinker.runner.shared]
+
+
+def train(
+    shrinker: Shrinker,
+    before: Losses,
+    weights: Sequence[nn.Parameter],
+    recovery: Recovery,
+    folder: Path | None = None,
+) -> tuple[Losses, RecoveryRecord]:
+    """Distil these weights of the student towards the dense model, in place; no others differ from the original ones.
+
+    `before` are the student's losses. The dense model has its original weights meanwhile.
+    """
+    smaller = smaller_model(shrinker)
+    own = [weight for layer in shrinker.kept for weight in shrinker.runner.blocks[layer].parameters()]
+    made = [weight for block in blocks_of(smaller) for weight in block.parameters()]
+    chosen = set(weights)
+    pairs = {one: other for one, other in zip(own, made, strict=True) if one in chosen}
+    shrinker.restore()
+    record = recovery.run(smaller, shrinker.checkpoint, list(pairs.values()), folder, shrinker.progress)
+    shrinker.remember(pairs)
+    put_weights(list(pairs), [value.detach() for value in pairs.values()])
+    return (shrinker.losses() if record.kept else before), record
+
+
+def _stage(name: str, made: RecoveryRecord) -> RepairStage:
+    return RepairStage(name=name, before=made.before, after=made.after, error=made.error, kept=made.kept)
+
+
+def _is_better(one: Removed, other: Removed, finished: Mapping[Removed, Repaired]) -> bool:
+    """Return whether a set is better than another, by more than the standard error of the difference.
+
+    Sets that are as good as each other are told apart by whether their blocks are adjacent, and then by the mean.
+    """
+    gain, error = difference(finished[other].losses, finished[one].losses)
+    if abs(gain) > error or _is_run(one) == _is_run(other):
+        return gain > 0
+    return _is_run(one)
+
+
+def _is_run(removed: Removed) -> bool:
+    return removed[-1] - removed[0] == len(removed) - 1
 
 
 def in_memory(weights: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -1,18 +1,17 @@
 """Make shrunk models: with given blocks removed, or the smallest one whose loss stays within a limit."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
-from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.record import finite
 from depthgauge.results.recover_record import RecoveryRecord
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage, TestedSize
-from depthgauge.surgery.candidates import Candidates, Losses, difference, put_weights
+from depthgauge.surgery.candidates import Candidates, Losses, block_weights, difference, train
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
@@ -64,12 +63,12 @@ def make_model(
     """
     shrinker = candidates.shrinker
     with shrinker.durations("repair and comparison"):
-        removed, compared = candidates.choose(sets, given)
-        made = candidates.repair(removed)
+        removed, compared, made = candidates.choose(sets, given)
     losses, trained = made.losses, None
     if recovery is not None:
         with shrinker.durations("recovery"):
-            losses, trained = _recover(shrinker, removed, losses, recovery)
+            folder = shrinker.journal.directory("recovery", removed)
+            losses, trained = train(shrinker, losses, block_weights(shrinker), recovery, folder)
     stages, encoded = made.stages, dict[str, EncodedTensor]()
     if isinstance(stored, GgufLayout):
         with shrinker.durations("rounding"):
@@ -106,26 +105,6 @@ def _round(
         return encoded, after, stage
     shrinker.keep_all_but(removed)
     return {}, bare, stage
-
-
-def _recover(shrinker: Shrinker, removed: Removed, before: Losses, recovery: Recovery) -> tuple[Losses, RecoveryRecord]:
-    """Distil the kept blocks, but not `BlockRunner.shared`, towards the dense model, and put them into the student.
-
-    The student has the repaired weights of the dense model's own blocks, which are put back meanwhile.
-    """
-    runner, kept = shrinker.runner, list(shrinker.kept)
-    model = shrinker.model()
-    smaller = replace(shrinker.checkpoint, model=model, config=model.config)
-    own = [weight for layer in kept for weight in runner.blocks[layer].parameters()]
-    made = [weight for block in blocks_of(smaller) for weight in block.parameters()]
-    pairs = {one: other for one, other in zip(own, made, strict=True) if one not in runner.shared}
-    shrinker.restore()
-    folder = shrinker.journal.directory("recovery", removed)
-    record = recovery.run(smaller, shrinker.checkpoint, list(pairs.values()), folder, shrinker.progress)
-    shrinker.keep_all_but(removed)
-    shrinker.remember(pairs)
-    put_weights(list(pairs), [value.detach() for value in pairs.values()])
-    return (shrinker.losses() if record.kept else before), record
 
 
 def largest_within(

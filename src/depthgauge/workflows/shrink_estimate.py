@@ -15,18 +15,17 @@ from depthgauge.checkpoints.given_inputs import prepared
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.load import Checkpoint, Placement
 from depthgauge.checkpoints.samples import Inputs
+from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, PLAN, EstimateRecord
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.block_sizes import requested_counts
 from depthgauge.surgery.calibration import BUILT_IN_WINDOWS, SAMPLE_TOKENS
-from depthgauge.surgery.candidates import HEADLESS
-from depthgauge.surgery.distill import TRAINING, windows_per_step
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import calibration_request
 from depthgauge.surgery.part_costs import LIBRARIES, PartCosts, few_blocks, measure_costs, update_time
 from depthgauge.surgery.speed import SECONDS
-from depthgauge.surgery.student import Effort, effort_of
+from depthgauge.surgery.student import HEADLESS, Effort, effort_of
 
 _NEW_TOKENS = 32
 """Tokens that the new process generates, with a cache and without."""
@@ -182,19 +181,18 @@ def _search(job: ShrinkJob) -> Work:
 
 
 def _compared(job: ShrinkJob, costs: PartCosts) -> Work:
-    """The sets of blocks without repair, and the repair of the best ones, from their first gap on."""
+    """The sets of blocks without repair, least squares of the best ones, and the training of one."""
     effort, after = job.effort, _AFTER * job.kept
     bare = Work(0.5 * 4 * effort.select, 4 * effort.select, passes=1)
     steps = effort.steps * (1 if job.has_head else HEADLESS)
-    trained = 0 if job.streams else steps * windows_per_step(effort.tokens, effort.fit, job.window)
+    trained = 0 if job.streams or not job.repairs else steps * step_windows(effort.fit, job.window)
     moves = _MOVES * after * _REPAIRED * costs.block_parameters * costs.itemsize / _WRITTEN
-    repair = Work(
-        after * (_REFIT * effort.fit + (1 + _BACKWARD) * trained + 2 * effort.select),
-        3 * trained + 2 * effort.select,
-        seconds=moves + (0 if job.streams else steps * _update(job, costs)),
-        passes=5 * after,
-    )
-    return _times(len(job.counts), bare + _times(job.finalists, repair))
+    refit = Work(after * (_REFIT * effort.fit + 2 * effort.select), 2 * effort.select, seconds=moves, passes=5 * after)
+    training = Work(
+        trained * (1 + job.kept * (1 + _BACKWARD)), 4 * trained,
+        seconds=steps * _update(job, costs) if trained else 0,
+    )  # fmt: skip
+    return _times(len(job.counts), bare + _times(job.finalists, refit) + training)
 
 
 def _update(job: ShrinkJob, costs: PartCosts) -> float:

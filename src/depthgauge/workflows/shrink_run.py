@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import duration
+from depthgauge._format import duration, size_text
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.block_runner import tokens_of
@@ -21,12 +21,14 @@ from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
+from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
@@ -55,7 +57,7 @@ from depthgauge.surgery.output_names import has_written, record_file, sized_outp
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
-from depthgauge.surgery.student import effort_of
+from depthgauge.surgery.student import HEADLESS, effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_model import require_room
@@ -145,7 +147,6 @@ class ShrinkRun:
                 progress=progress,
                 protected=self.protected,
             )
-        self.candidates = Candidates(self.shrinker, settings.seed)
         if self.estimate is not None and self.ranks.count == 1:
             message(time_left(self.estimate, self.durations.seconds))
 
@@ -242,7 +243,7 @@ class ShrinkRun:
         (count,) = self.counts()
         sets = self.sets(count)
         with self.durations("repair and comparison"):
-            removed, compared = self.candidates.choose(sets, self.given)
+            removed, compared, _ = self.candidates.choose(sets, self.given)
         return self.plan(removed, compared)
 
     def finish(self, out: str | Path | None, overwrite: bool) -> list[FinishedModel]:
@@ -327,13 +328,38 @@ class ShrinkRun:
         with self.durations("training windows"):
             if isinstance(read, GivenWindows):
                 return recovery_on_windows(self.calibration, amount, settings.seed)
-            made = self.ranks.shared(
+            made: Recovery = self.ranks.shared(
                 lambda: recovery_on_text(
                     opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
                     opened.start, amount, settings.seed, self.journal, self.progress, self.message,
                 )
             )  # fmt: skip
-        return made if self.evaluation is None else replace(made, observe=self._observe)
+            return made
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        """How sets of blocks are compared.
+
+        If a recovery follows, on a GPU after a short one of each set. Otherwise after least squares, and the best one
+        is then trained on the windows to fit.
+        """
+        shrinker, checkpoint = self.shrinker, self.opened.checkpoint
+        if self.recovery is not None:
+            trial = replace(self.recovery, amount=self.recovery.amount.short, apart=None)
+            return Candidates(
+                shrinker, refits=False, trial=trial if checkpoint.device.type == "cuda" else None,
+                observe=None if self.evaluation is None else self._observe,
+            )  # fmt: skip
+        if not shrinker.repairs or checkpoint.stream is not None:
+            return Candidates(shrinker)
+        needed, free = TRAINING * parameter_count(checkpoint.model), free_memory(checkpoint.device)
+        if needed > free and checkpoint.device.type == "cpu":
+            note = f"the repair did not train weights: this needs {size_text(needed)} of memory"
+            return Candidates(shrinker, notes=[f"{note}, and {size_text(free)} are free"])
+        steps = shrinker.effort.steps * (1 if checkpoint.objective == "loss" else HEADLESS)
+        tokens = int(as_samples(self.calibration.fit.inputs, checkpoint.reads).main.shape[1])
+        amount = Amount(tokens=steps * tokens * step_windows(shrinker.fit.windows, tokens))
+        return Candidates(shrinker, training=recovery_on_windows(self.calibration, amount, self.settings.seed))
 
     def _recovery_advice(self) -> tuple[str, ...]:
         """Say what training would take, where a language model could have been trained and was not."""
