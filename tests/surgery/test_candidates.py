@@ -85,8 +85,7 @@ def test_a_training_that_does_not_help_is_undone(rate: float, monkeypatch: pytes
 def test_sets_are_compared_after_a_short_training() -> None:
     """All of them, and the trained weights of the best one are where the recovery begins."""
     with shrinker_of(trained_model("llama")) as shrinker:
-        shrinker.remove_until(COUNT)
-        sets, observed = shrinker.sets(COUNT), []
+        sets, observed = {"one": (1,), "two": (2,), "three": (3,)}, list[Any]()
         trial = recovery_of(shrinker, 20)
         candidates = Candidates(shrinker, refits=False, trial=trial, observe=observed.append)
         removed, records, made = candidates.choose(sets)
