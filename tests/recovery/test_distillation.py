@@ -187,7 +187,7 @@ def test_moments_in_8_bits_train_too(tmp_path: Path) -> None:
 def test_a_limit_in_time_ends_the_training_with_a_rate_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(second) for second in range(10**6))
     monkeypatch.setattr(distillation.time, "perf_counter", lambda: next(clock))
-    training = Training.of(Amount(seconds=40.0), WINDOW, RATE)
+    training = Training.of(Amount(seconds=40.0), 400, WINDOW, RATE, 8)
     assert training.steps > 9000
     made = train(pair_of("llama"), Training(10**4, BATCH, WINDOW, RATE, seconds=40.0))
     assert made.ended == TIME_OVER

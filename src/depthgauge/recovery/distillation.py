@@ -45,8 +45,8 @@ FASTEST = 10**6
 """More tokens than a training can take in a second, for one that is limited in time alone."""
 WARMUP = 20
 """Steps during which the rate grows; at most a tenth of all."""
-POINTS = 10
-"""Measurements on the way."""
+POINTS, MEASURED = 10, 5
+"""Measurements on the way, at most; at least this many windows are trained on for each that is measured."""
 PATIENCE = 2
 """Measurements without a gain larger than its standard error after which `stops` ends the training."""
 SAVE_EVERY = 60.0
@@ -62,6 +62,7 @@ class Training:
     - `rate`: the largest learning rate
     - `seconds`: a limit in time, or None
     - `stops`: end as soon as the selection windows gain no more
+    - `points`: measurements after the first one
     - `save_every`: seconds between two savings
     """
 
@@ -71,14 +72,17 @@ class Training:
     rate: float
     seconds: float | None = None
     stops: bool = False
+    points: int = POINTS
     save_every: float = SAVE_EVERY
 
     @classmethod
-    def of(cls, amount: Amount, windows: int, tokens: int, rate: float) -> "Training":
-        """Return the training for an amount, on so many windows of so many tokens."""
+    def of(cls, amount: Amount, windows: int, tokens: int, rate: float, measured: int) -> "Training":
+        """Return the training for an amount, on so many windows of so many tokens; `measured` others are measured."""
         batch = step_windows(windows, tokens)
         most = FASTEST * (amount.seconds or 0.0) if amount.tokens is None else amount.tokens
-        return cls(max(1, round(most / (batch * tokens))), batch, tokens, rate, amount.seconds, amount.stops)
+        steps = max(1, round(most / (batch * tokens)))
+        points = max(1, min(POINTS, steps * batch // (MEASURED * measured)))
+        return cls(steps, batch, tokens, rate, amount.seconds, amount.stops, points)
 
 
 @dataclass(frozen=True)
@@ -329,7 +333,7 @@ class _Observed:
 
     def is_point(self, step: int) -> bool:
         """Return whether to measure after this step: the start was measured already, the last one is the end."""
-        return math.floor(POINTS * self.share_done(step)) >= len(self._losses)
+        return math.floor(self.training.points * self.share_done(step)) >= len(self._losses)
 
     def measured(self, model: Any) -> dict[str, Any]:
         """Measure the student on the selection windows and those kept apart; return an entry of the history."""

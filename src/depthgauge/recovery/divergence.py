@@ -117,7 +117,7 @@ class Pair(nn.Module):
                 target = model_output(teacher, inputs)
             apart = divergence if student.objective in BY_TARGETS else distance
             return apart(target, model_output(student, inputs))
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
             targets = other.states(arguments(teacher, inputs))
         states = mine.states(arguments(student, inputs))
         found: Tensor = _InParts.apply(states, targets, mine, other)  # type: ignore[no-untyped-call]

@@ -63,7 +63,8 @@ class Recovery:
         before = [weight.detach().to("cpu", copy=True) for weight in weights]
         parts = {TRAIN: self.data.windows, SELECT: self.select}
         pair = Pair(student, teacher, parts | ({} if self.apart is None else {APART: self.apart}))
-        training = Training.of(self.amount, len(self.data.windows), pair.tokens, usual_rate(weights))
+        measured = len(self.select) + (0 if self.apart is None else len(self.apart))
+        training = Training.of(self.amount, len(self.data.windows), pair.tokens, usual_rate(weights), measured)
         order = self.data.order(training.steps * training.batch, self.seed).tolist()
         device = student.device
         if device.type == "cuda":
