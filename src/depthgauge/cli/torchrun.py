@@ -44,9 +44,13 @@ class LaunchedCommand:
         """Meet the other processes, if torchrun has started this one; each process gets its own GPU.
 
         Raises:
-            InputError: there are more processes than GPUs.
+            InputError: there are more processes than GPUs, or FSDP has another version than 2.
         """
         environment = os.environ
+        if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+            if environment.get("FSDP_VERSION", "1") != "2":
+                raise InputError("only version 2 of FSDP can be used; add --fsdp_version 2 to accelerate launch")
+            environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes compute with the models before
         if "TORCHELASTIC_RUN_ID" not in environment or int(environment.get("WORLD_SIZE", "1")) == 1:
             return
         self.ranks = Ranks(int(environment["RANK"]), int(environment["WORLD_SIZE"]))

@@ -5,16 +5,18 @@ The trainer brings the loop, resuming, and several processes (DDP, FSDP) by acce
 and what to do if memory runs out or a loss is not finite.
 """
 
+import copy
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -30,6 +32,7 @@ from depthgauge.results.record import finite
 from depthgauge.results.recover_options import Amount
 from depthgauge.results.recover_record import NO_GAIN, TIME_OVER, TOKENS_DONE, RecoveryPoint
 
+T = TypeVar("T")
 RATE = 0.003
 """Largest learning rate, as a share of the median size (root mean square) of the trained matrices, because AdamW moves
 every weight by about the rate: 1.2e-4 for Gemma-3-270m, the one model it was measured on (docs/log.md). No stored
@@ -101,7 +104,7 @@ class Fit:
     def smaller(self) -> "Fit | None":
         """Return what needs less memory, or None."""
         if self.rows > 1:
-            return replace(self, rows=self.rows // 2)
+            return replace(self, rows=max(few for few in range(1, self.rows // 2 + 1) if self.rows % few == 0))
         if not self.recomputes:
             return replace(self, recomputes=True)
         return None if self.in_bytes else replace(self, in_bytes=True)
@@ -130,16 +133,21 @@ class Trained:
 
 
 def step_windows(windows: int, tokens: int) -> int:
-    """Return how many of these windows, with so many tokens each, a step takes.
+    """Return how many of these windows, with so many tokens each, a step takes: as many in each process.
 
     >>> step_windows(4000, 512), step_windows(192, 512), step_windows(48, 256)
     (8, 8, 2)
     """
-    return max(1, min(round(STEP_TOKENS / tokens), windows // SHARE))
+    processes = _processes()
+    return processes * max(1, round(min(round(STEP_TOKENS / tokens), windows // SHARE) / processes))
 
 
 class _NotFiniteError(Exception):
     """A loss that is NaN or infinite."""
+
+
+def _processes() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def usual_rate(weights: Sequence[nn.Parameter]) -> float:
@@ -165,18 +173,19 @@ def distil(
     Raises:
         CheckpointError: a loss is not finite for the second time, or memory is too small for any way to train.
     """
-    processes = distributed.get_world_size() if distributed.is_initialized() else 1
-    each = max(1, training.batch // processes)
+    each = max(1, training.batch // _processes())
     initial, slower = [one.detach().to("cpu", copy=True) for one in weights], 1.0
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthgauge-")))
+        place = _of_first(place)  # FSDP saves a part of the state in each process
         known = place / "fit.json"  # saved states belong to a way to train
         fit = (
             Fit(**json.loads(known.read_text())) if known.exists() else Fit(each if pair.checkpoints[0].batched else 1)
         )
         while True:
             try:
-                made = _train(pair, weights, initial, order, training, fit, slower, place, progress)
+                with _divided(pair, weights) as (model, own):
+                    made = _train(model, own, initial, order, training, fit, slower, place, progress)
                 slow = () if slower == 1 else ("half the learning rate, after a loss that was not finite",)
                 return replace(made, how=(*fit.sentences(each), *slow))
             except _NotFiniteError as error:
@@ -193,6 +202,34 @@ def distil(
                 fit = less
                 known.write_text(json.dumps(asdict(fit)))
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _divided(pair: Pair, weights: Sequence[nn.Parameter]) -> Iterator[tuple[Pair, Sequence[nn.Parameter]]]:
+    """Yield the pair and the weights to train: with FSDP, of a copy, whose weights are gathered at the end.
+
+    FSDP divides the models of the copy among the processes for good; the models themselves wait in main memory.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        yield pair, weights
+        return
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    device = pair.checkpoints[0].device
+    pair.to("cpu")
+    try:
+        student, teacher = (replace(one, model=copy.deepcopy(one.model).to(device)) for one in pair.checkpoints)
+        made = Pair(student, teacher, pair.windows)
+        twins = dict(zip(pair.parameters(), made.parameters(), strict=True))
+        yield made, [twins[weight] for weight in weights]
+        for part in made.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        for own, other in zip(pair.student.parameters(), made.student.parameters(), strict=True):
+            own.data = (other.full_tensor() if isinstance(other, DTensor) else other).detach().cpu()
+    finally:
+        pair.to(device)
 
 
 def _train(
@@ -235,6 +272,12 @@ def _train(
                 raise _NotFiniteError
             return loss
 
+        def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
+            """Return AdamW, in 8 bits if memory is short."""
+            if fit.in_bytes:
+                self.optimizer = _in_bytes(weights, training.rate)
+            return super().create_optimizer(*args, **keywords)
+
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             """Return the rate: linear growth, then a linear fall to zero."""
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -258,7 +301,7 @@ def _train(
                 control.should_training_stop |= training.stops and state.has_ended
                 control.should_log = True  # which logging has reset: the loss of the training comes next
 
-    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    processes = _processes()
     with quiet(), trained_alone(pair, [*weights]):
         arguments = library.TrainingArguments(
             output_dir=str(folder), max_steps=training.steps, per_device_train_batch_size=fit.rows,
@@ -273,10 +316,9 @@ def _train(
         trainer = Distillation(
             model=pair, args=arguments, train_dataset=order,
             data_collator=lambda rows: {"index": torch.tensor(rows)}, callbacks=[Observer],
-            optimizers=(_in_bytes(weights, training.rate) if fit.in_bytes else None, None),
         )  # fmt: skip
         trainer.remove_callback(library.PrinterCallback)
-        saved = _last_saved(folder)
+        saved = _of_first(_last_saved(folder))
         trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
     history, steps = trainer.state.log_history, int(trainer.state.global_step)
     if fit.recomputes:
@@ -360,13 +402,13 @@ class _Observed:
         return True
 
 
-def _of_first(value: float) -> float:
+def _of_first(value: T) -> T:
     """Return the value of process 0, so that all processes decide alike."""
     if not distributed.is_initialized():
         return value
     values = [value]
     distributed.broadcast_object_list(values, src=0)
-    return float(values[0])
+    return values[0]
 
 
 def _last_saved(folder: Path) -> Path | None:

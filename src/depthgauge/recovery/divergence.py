@@ -147,6 +147,10 @@ class Pair(nn.Module):
         trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
         return {name: value for name, value in super().state_dict(*args, **keywords).items() if name in trained}
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the weights that are trained."""
+        return super().load_state_dict(state_dict, False, assign)
+
 
 class _InParts(torch.autograd.Function):
     """The mean of KL(teacher ‖ student) over tokens, and its gradient with respect to the states, in one pass."""
