@@ -144,7 +144,7 @@ def in_sequence(bounds: list[float | None]) -> int | None:
     certifier: Any = SimpleNamespace(
         measure=lambda model, label: model, bound=lambda size: SimpleNamespace(increase=bounds[size - 1])
     )
-    best, tested = largest_within(Candidates(shrinker, 0), certifier, 0.5, None)
+    best, tested = largest_within(Candidates(shrinker), certifier, 0.5, None)
     failed = [size.removed for size in tested if not size.passed]
     assert failed in ([], [len(tested)])
     return None if best is None else best.model - 1

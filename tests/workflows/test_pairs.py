@@ -29,14 +29,13 @@ from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
-from depthgauge.recovery.distillation import STEP_TOKENS, Trained, distil
+from depthgauge.recovery.distillation import Trained, distil
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import repair
-from depthgauge.surgery.candidates import Candidates, put_weights
+from depthgauge.surgery.candidates import Candidates, block_weights, put_weights, train
 from depthgauge.surgery.shrinker import Shrinker
-from depthgauge.surgery.shrunk_model import _recover
 from depthgauge.surgery.student import EFFORT
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
@@ -248,7 +247,7 @@ def test_the_training_repairs_all_output_maps(place: Path) -> None:
     checkpoint = derived(with_stack(wrap(paired_model("bart")), "both"), samples)
     shrinker = Shrinker(checkpoint, samples[:3], samples[3:], effort=EFFORT["quick"])
     shrinker.keep_all_but((1, 5))
-    found = {id(weight) for weight in Candidates(shrinker, 0).repairable(0)}
+    found = {id(weight) for weight in Candidates(shrinker).changed_weights}
     model = checkpoint.model.model
     for block in (model.decoder.layers[0], model.decoder.layers[2]):
         assert {id(one.weight) for one in (block.self_attn.out_proj, block.encoder_attn.out_proj, block.fc2)} <= found
@@ -276,27 +275,11 @@ def test_a_recovered_t5_keeps_its_position_biases(
     shrinker.keep_all_but(removed)
     before = [weight.detach().clone() for weight in biases]
     data = RecoveryData(samples[:8], 8, {"pairs": samples[:8].main.numel()})
-    recovery = Recovery(data, samples[8:], None, Amount(tokens=3 * STEP_TOKENS), 0)
-    losses, record = _recover(shrinker, removed, shrinker.losses(), recovery)
+    recovery = Recovery(data, samples[8:], None, Amount(tokens=3 * samples.main.shape[1]), 0)
+    losses, record = train(shrinker, shrinker.losses(), block_weights(shrinker), recovery)
     assert record.kept
     assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
     assert objective_of(shrinker, shrinker.model()) == pytest.approx(float(losses.mean()), rel=1e-5)
-
-
-@pytest.mark.parametrize("name", PAIRED)
-def test_gradients_reach_the_encoder_through_the_decoder(name: str, place: Path) -> None:
-    """The training of the repair applies the blocks one by one; its gradients are those of the model."""
-    checkpoint, samples = with_stack(wrap(paired_model(name)), "both"), samples_of(place, name, 3)
-    runner = BlockRunner(checkpoint, samples[:1])
-    weights = [next(weight for weight in runner.blocks[layer].parameters() if weight.dim() == 2) for layer in (1, 4)]
-    states = runner.embed(samples)
-    for layer in range(checkpoint.layers):
-        states = runner.block(layer, states, samples)
-    found = torch.autograd.grad(runner.output(states, samples).square().mean(), weights)
-    logits = checkpoint.model(**samples.keywords(torch.device("cpu"), torch.float32)).logits
-    for ours, expected in zip(found, torch.autograd.grad(logits.square().mean(), weights), strict=True):
-        assert expected.abs().max() > 0
-        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_the_search_in_both_stacks_of_t5_finds_what_generates(place: Path) -> None:

@@ -7,7 +7,7 @@ first one included: its state is hundreds of times larger than the others, and a
 model. With w_t = 1/‖T_t‖² all tokens count alike.
 
 Where a norm follows W before the residual stream (Gemma 2 and 3, BERT), the problem is not linear, and the norm takes
-the size of W u away. A mixture of experts has no single W. Such blocks are repaired by `distill` alone.
+the size of W u away. A mixture of experts has no single W. Such blocks are only trained.
 """
 
 from collections.abc import Sequence
