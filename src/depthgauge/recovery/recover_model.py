@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.progress import Step, silent
-from depthgauge.recovery.distillation import Training, distil, usual_rate
+from depthgauge.recovery.distillation import Training, TrainingMemoryError, distil, usual_rate
 from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.record import finite
@@ -59,6 +59,9 @@ class Recovery:
 
         The gain must be larger than its standard error. The student has float32 weights afterwards. The training is
         saved in `folder`; one that was interrupted there is continued.
+
+        Raises:
+            TrainingMemoryError: memory is too small; the weights are as before.
         """
         before = [weight.detach().to("cpu", copy=True) for weight in weights]
         parts = {TRAIN: self.data.windows, SELECT: self.select}
@@ -69,12 +72,15 @@ class Recovery:
         device = student.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        made = distil(pair, weights, order, training, folder=folder, progress=progress)
+        try:
+            made = distil(pair, weights, order, training, folder=folder, progress=progress)
+        except TrainingMemoryError:
+            _put_back(weights, before)
+            raise
         gains = made.before - made.after
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
         if not gain > error:
-            for weight, value in zip(weights, before, strict=True):
-                weight.data.copy_(value)
+            _put_back(weights, before)
         return RecoveryRecord(
             tokens=made.steps * training.batch * training.tokens,
             steps=made.steps,
@@ -90,3 +96,8 @@ class Recovery:
             ended=made.ended,
             curve=made.curve,
         )
+
+
+def _put_back(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.data.copy_(value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from depthgauge._io import write_tensors
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.recovery.distillation import TrainingMemoryError
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.record import finite
 from depthgauge.results.recover_record import RecoveryRecord
@@ -85,6 +86,8 @@ class Candidates:
                 finished[removed] = self.repair(removed)
             if given is None and _is_better(removed, best, finished):
                 best = removed
+            if tried and not finished[removed].stages and not self.refits:
+                tried = []  # memory is too small for any
             for other in finished.keys() - {best}:
                 finished[other].weights.clear()  # of a large model, they take all memory
         finished[best] = self._trained(best, finished[best])
@@ -117,7 +120,11 @@ class Candidates:
         weights, place = self.changed_weights, max(0, shrinker.first_gap - 1)
         shrinker.remember(weights)
         if self.trial is not None:
-            losses, record = train(shrinker, losses, weights, self.trial)
+            try:
+                losses, record = train(shrinker, losses, weights, self.trial)
+            except TrainingMemoryError as error:
+                self.notes.append(f"the sets of blocks were compared without training: {error}")
+                return Repaired((), losses, [])
             return Repaired((_stage("short training", record),), losses, in_memory(weights))
         path = shrinker.journal.file("repair", removed)
         if state := shrinker.journal.loaded(path):
@@ -153,7 +160,11 @@ class Candidates:
         if self.training is None:
             return made
         folder = shrinker.journal.directory("training", removed)
-        losses, record = train(shrinker, made.losses, weights, self.training, folder)
+        try:
+            losses, record = train(shrinker, made.losses, weights, self.training, folder)
+        except TrainingMemoryError as error:
+            self.notes.append(f"the repair did not train weights: {error}")
+            return made
         return Repaired((*made.stages, _stage("distillation", record)), losses, [])
 
     @property
@@ -215,9 +226,11 @@ def train(
     chosen = set(weights)
     pairs = {one: other for one, other in zip(own, made, strict=True) if one in chosen}
     shrinker.restore()
-    record = recovery.run(smaller, shrinker.checkpoint, list(pairs.values()), folder, shrinker.progress)
-    shrinker.remember(pairs)
-    put_weights(list(pairs), [value.detach() for value in pairs.values()])
+    try:
+        record = recovery.run(smaller, shrinker.checkpoint, list(pairs.values()), folder, shrinker.progress)
+    finally:
+        shrinker.remember(pairs)
+        put_weights(list(pairs), [value.detach() for value in pairs.values()])
     return (shrinker.losses() if record.kept else before), record
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
+from depthgauge.recovery.distillation import TrainingMemoryError
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.record import finite
 from depthgauge.results.recover_record import RecoveryRecord
@@ -68,7 +69,12 @@ def make_model(
     if recovery is not None:
         with shrinker.durations("recovery"):
             folder = shrinker.journal.directory("recovery", removed)
-            losses, trained = train(shrinker, losses, block_weights(shrinker), recovery, folder)
+            try:
+                losses, trained = train(shrinker, losses, block_weights(shrinker), recovery, folder)
+            except TrainingMemoryError as error:
+                if not recovery.amount.stops:  # this much was asked for
+                    raise
+                candidates.notes.append(f"the smaller model was not recovered: {error}")
     stages, encoded = made.stages, dict[str, EncodedTensor]()
     if isinstance(stored, GgufLayout):
         with shrinker.durations("rounding"):
