@@ -147,6 +147,14 @@ def test_less_memory_is_used_step_by_step(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(made.after, whole.after, atol=1e-4, rtol=1e-4)
 
 
+def test_all_windows_of_a_step_count_if_they_cannot_be_divided(tmp_path: Path) -> None:
+    (tmp_path / "fit.json").write_text('{"rows": 3}')  # of 4
+    made, whole = train(pair_of("llama"), folder=tmp_path), train(pair_of("llama"))
+    assert made.steps == whole.steps
+    assert [point.train for point in made.curve[1:]] == pytest.approx([point.train for point in whole.curve[1:]])
+    torch.testing.assert_close(made.after, whole.after, atol=1e-5, rtol=0)
+
+
 def test_moments_in_8_bits_train_too(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="needs the extra train")
     pair = pair_of("llama")

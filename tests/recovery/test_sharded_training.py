@@ -11,8 +11,6 @@ from tiny_distillation import STEPS, pair_of, train
 
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.errors import InputError
-from depthgauge.recovery import distillation
-from depthgauge.recovery.distillation import Fit, step_windows
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_training.py"
 
@@ -46,14 +44,3 @@ def test_another_version_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(InputError, match="add --fsdp_version 2 to accelerate launch"):
         LaunchedCommand().join()
-
-
-@pytest.mark.parametrize(("processes", "batch"), [(1, 11), (2, 10), (3, 12), (16, 16)])
-def test_all_processes_get_as_many_windows(processes: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when fewer are computed together, so that as many are trained on as are counted."""
-    monkeypatch.setattr(distillation, "_processes", lambda: processes)
-    assert step_windows(10**4, 384) == batch
-    fit: Fit | None = Fit(batch // processes)
-    while fit is not None:
-        assert batch % (fit.rows * processes) == 0
-        fit = fit.smaller()

@@ -39,7 +39,7 @@ RATE = 0.003
 every weight by about the rate: 1.2e-4 for Gemma-3-270m and 5.7e-4 for SmolLM2-135M. On both, 0.001 and 0.01 were worse
 after 100 steps."""
 STEP_TOKENS = 4096
-"""About how many tokens each step takes. Twice and four times as many were worse after as many tokens, on both models."""
+"""About how many tokens each step takes. Two and four times as many were worse after as many tokens, on both."""
 SHARE = 24
 """Each step takes at most one window of this many: for the same number of tokens, small steps reached more than large
 ones (2,048 against 8,192 tokens on SmolLM2-135M, 96 against 288 on MiniLM)."""
@@ -105,7 +105,7 @@ class Fit:
     def smaller(self) -> "Fit | None":
         """Return what needs less memory, or None."""
         if self.rows > 1:
-            return replace(self, rows=max(few for few in range(1, self.rows // 2 + 1) if self.rows % few == 0))
+            return replace(self, rows=self.rows // 2)
         if not self.recomputes:
             return replace(self, recomputes=True)
         return None if self.in_bytes or find_spec("torchao") is None else replace(self, in_bytes=True)
@@ -134,13 +134,12 @@ class Trained:
 
 
 def step_windows(windows: int, tokens: int) -> int:
-    """Return how many of these windows, with so many tokens each, a step takes: as many in each process.
+    """Return how many of these windows, with so many tokens each, a step takes.
 
     >>> step_windows(4000, 512), step_windows(192, 512), step_windows(48, 256)
     (8, 8, 2)
     """
-    processes = _processes()
-    return processes * max(1, round(min(round(STEP_TOKENS / tokens), windows // SHARE) / processes))
+    return max(1, min(round(STEP_TOKENS / tokens), windows // SHARE))
 
 
 class TrainingMemoryError(CheckpointError):
@@ -179,15 +178,15 @@ def distil(
         TrainingMemoryError: memory is too small for any way to train.
         CheckpointError: a loss is not finite for the second time.
     """
-    each = max(1, training.batch // _processes())
+    each = -(-training.batch // _processes())
     initial, slower = [one.detach().to("cpu", copy=True) for one in weights], 1.0
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthgauge-")))
         place = _of_first(place)  # FSDP saves a part of the state in each process
         known = place / "fit.json"  # saved states belong to a way to train
-        fit = (
-            Fit(**json.loads(known.read_text())) if known.exists() else Fit(each if pair.checkpoints[0].batched else 1)
-        )
+        fit = Fit(each if pair.checkpoints[0].batched else 1)
+        if known.exists():
+            fit = Fit(**json.loads(known.read_text()))
         while True:
             try:
                 with _divided(pair, weights) as (model, own):
@@ -208,8 +207,8 @@ def distil(
                 if less is None:
                     help_is = f"run {install_command('train')}, for an optimizer of 6 bytes per weight instead of 16"
                     raise TrainingMemoryError(
-                        f"there is not enough memory to train {pair.checkpoints[0].name}, one window at a time and with "
-                        f"activations computed again; {'use a larger GPU' if fit.in_bytes else help_is}"
+                        f"there is not enough memory to train {pair.checkpoints[0].name}, one window at a time and "
+                        f"with activations computed again; {'use a larger GPU' if fit.in_bytes else help_is}"
                     ) from error
                 fit = less
                 known.write_text(json.dumps(asdict(fit)))
@@ -265,6 +264,11 @@ def _train(
     if fit.recomputes:
         pair.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     state = _Observed(pair, training, progress)
+    together = fit.rows * _processes()
+    parts = -(-training.batch // together)
+    places = []  # of windows: parts · together in each step, of which some may be empty, −1
+    for start in range(0, len(order), training.batch):
+        places += [*order[start : start + training.batch], *[-1] * (parts * together - training.batch)]
 
     class Distillation(library.Trainer):  # type: ignore[misc, name-defined]
         """The loop of transformers with the divergence as the loss."""
@@ -273,9 +277,11 @@ def _train(
             return SequentialSampler(self.train_dataset)
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Tensor:
-            """Return the divergence on a batch."""
-            found: Tensor = model(inputs["index"])
-            return found
+            """Return the divergence on a batch: the mean over the batches of a step is that over its windows."""
+            index = inputs["index"]
+            windows = index[index >= 0]
+            found: Tensor = model(windows if len(windows) else index[:1] * 0)
+            return found * (len(windows) / fit.rows * (parts * together / training.batch))
 
         def training_step(self, *args: Any, **keywords: Any) -> Tensor:
             """Raise if the loss is not finite, before the weights change."""
@@ -313,20 +319,19 @@ def _train(
                 control.should_training_stop |= training.stops and state.has_ended
                 control.should_log = True  # which logging has reset: the loss of the training comes next
 
-    processes = _processes()
     with quiet(), trained_alone(pair, [*weights]):
         arguments = library.TrainingArguments(
             output_dir=str(folder), max_steps=training.steps, per_device_train_batch_size=fit.rows,
-            gradient_accumulation_steps=max(1, training.batch // (fit.rows * processes)), learning_rate=training.rate,
+            gradient_accumulation_steps=parts, learning_rate=training.rate,
             adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, bf16=device.type == "cuda" and not fit.in_bytes,
             use_cpu=device.type == "cpu", save_strategy="no", logging_strategy="no", logging_nan_inf_filter=False,
             save_total_limit=1, report_to=[], disable_tqdm=True, remove_unused_columns=False,
             dataloader_pin_memory=False, log_level="critical",
         )  # fmt: skip
-        if processes == 1:
+        if _processes() == 1:
             arguments._n_gpu = min(1, arguments.n_gpu)  # the models are on one GPU, although others may be visible
         trainer = Distillation(
-            model=pair, args=arguments, train_dataset=order,
+            model=pair, args=arguments, train_dataset=places,
             data_collator=lambda rows: {"index": torch.tensor(rows)}, callbacks=[Observer],
         )  # fmt: skip
         trainer.remove_callback(library.PrinterCallback)

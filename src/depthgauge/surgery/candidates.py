@@ -122,8 +122,8 @@ class Candidates:
         if self.trial is not None:
             try:
                 losses, record = train(shrinker, losses, weights, self.trial)
-            except TrainingMemoryError as error:
-                self.notes.append(f"the sets of blocks were compared without training: {error}")
+            except TrainingMemoryError as short:
+                self.notes.append(f"the sets of blocks were compared without training: {short}")
                 return Repaired((), losses, [])
             return Repaired((_stage("short training", record),), losses, in_memory(weights))
         path = shrinker.journal.file("repair", removed)
