@@ -86,7 +86,7 @@ test-kernels: $(VENV)/gpu.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "kernels and not soak and not gpu" tests/fast_attention
 
 # What needs neither Triton nor Linux.
-CORE := tests/linalg tests/network tests/measures tests/surrogates tests/certificates tests/depth
+CORE := tests/theory
 test-core: $(VENV)/dev.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs and not kernels" $(CORE)
 
@@ -95,8 +95,8 @@ test-core: $(VENV)/dev.stamp
 # Records, commands and pages are checked by mypy and by the validation of documents. A day has a quarter of the files;
 # QUARTER=0 to 3 chooses one, QUARTER=all takes all, as `make soak` does.
 QUARTER ?= $(shell expr `date +%j` % 4)
-ANNOTATED := $(sort $(wildcard $(addsuffix /test_*.py,tests/linalg tests/network tests/measures tests/surrogates \
-	tests/certificates tests/checkpoints tests/recovery) tests/surgery/test_block_runner.py tests/surgery/test_distill.py \
+ANNOTATED := $(sort $(wildcard $(addsuffix /test_*.py,tests/theory/linalg tests/theory/network tests/theory/measures \
+	tests/theory/surrogates tests/theory/certificates tests/checkpoints tests/recovery) tests/surgery/test_block_runner.py \
 	tests/surgery/test_objective.py tests/surgery/test_repair*.py))
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) \

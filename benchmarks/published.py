@@ -26,11 +26,11 @@ from shrink_peers import CHOICES, Dense, observe
 from shrink_texts import divide_texts, windows_of_texts
 
 import depthgauge as dg
+from depthgauge.base.errors import DepthgaugeError, InputError
+from depthgauge.base.progress import silent
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import Source, find, weight_bytes
-from depthgauge.errors import DepthgaugeError, InputError
-from depthgauge.progress import silent
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 from depthgauge.surgery.extract import extract, shrunk_config
 from depthgauge.surgery.gguf_layout import read_layout

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthgauge._io import write_text
+from depthgauge.base.io import write_text
 from depthgauge.papers.reproduce.draw import reproduce
 from depthgauge.papers.separation import decisions
 from depthgauge.papers.separation.decisions import tables

@@ -39,11 +39,11 @@ from shrink_texts import divide_texts, windows_of_texts, write_debian_texts, wri
 from torch import Tensor
 
 import depthgauge as dg
+from depthgauge.base.errors import DepthgaugeError, InputError
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.checkpoints.source import find
-from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.surgery.student import EFFORT
 
 Losses = dict[str, Float[Tensor, " windows"]]

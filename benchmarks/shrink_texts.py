@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.windows import read_windows
-from depthgauge.errors import InputError
 
 PIECE = 20_000
 """Characters of the pieces into which a text is divided."""

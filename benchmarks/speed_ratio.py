@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from depthgauge.base.errors import DepthgaugeError
 from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
-from depthgauge.errors import DepthgaugeError
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.speed import compare_speed
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import write_text
+from depthgauge.base.io import write_text
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from depthgauge.base.progress import silent
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.hooks import changed
@@ -29,7 +30,6 @@ from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load
 from depthgauge.checkpoints.model_output import token_losses, window_losses
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import layers_of, passes
-from depthgauge.progress import silent
 from depthgauge.results.labels import DEFAULT_WHAT_IFS
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
 

@@ -18,8 +18,8 @@ import typer
 import yaml
 
 import depthgauge
+from depthgauge.base.errors import install_command, missing_extra
 from depthgauge.cli.main import app
-from depthgauge.errors import install_command, missing_extra
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -276,7 +276,7 @@ def test_contributing_lists_the_levels_of_the_architecture_test() -> None:
     rows = re.findall(r"^\| (\d+) \| (.*?) \|", section(ROOT / "CONTRIBUTING.md", "Packages"), re.MULTILINE)
     listed = [set[str]() for _ in levels]
     for level, names in rows:
-        listed[int(level)] |= {name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", names)}
+        listed[int(level)] |= {name.removesuffix("/").replace("/", ".") for name in re.findall(r"`([^`]+)`", names)}
     levels[0].discard("_version")
     assert listed[:-1] == levels[:-1]
 

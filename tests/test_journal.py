@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge._journal import Journal, journal_folder
-from depthgauge.errors import InputError, InterruptedRunError, OutputError
+from depthgauge.base.errors import InputError, InterruptedRunError, OutputError
+from depthgauge.base.journal import Journal, journal_folder
 
 
 class StoppedError(Exception):
@@ -138,7 +138,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
 
 HOLD = """
 import sys
-from depthgauge._journal import Journal
+from depthgauge.base.journal import Journal
 with Journal(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

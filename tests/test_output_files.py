@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge._io import check_outputs, write_text
-from depthgauge.errors import InputError, OutputError
+from depthgauge.base.errors import InputError, OutputError
+from depthgauge.base.io import check_outputs, write_text
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:

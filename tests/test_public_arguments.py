@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import depthgauge as dg
-from depthgauge._journal import journal_folder
-from depthgauge.errors import InputError, require_path, require_type
+from depthgauge.base.errors import InputError, require_path, require_type
+from depthgauge.base.journal import journal_folder
 from depthgauge.surgery.write_model import check_output_directory
 
 pytestmark = pytest.mark.wrong_types

@@ -66,7 +66,7 @@ def test_a_public_function_is_a_function_on_every_access(dotted: str) -> None:
 
 def test_the_first_access_in_a_new_process_is_a_function() -> None:
     code = (
-        "import depthgauge as dg; a = dg.collapse; from depthgauge.depth import methods; b = dg.collapse; "
+        "import depthgauge as dg; a = dg.collapse; from depthgauge.theory.depth import methods; b = dg.collapse; "
         "from depthgauge import collapse as c; print(type(a).__name__, a is b is c)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ What is returned is described in `depthgauge.results`; what belongs to the two p
 from pathlib import Path
 from typing import Any
 
-from depthgauge._lazy import lazy_names, names_of
+from depthgauge.base.lazy import lazy_names, names_of
 
 _find, __all__ = lazy_names(__name__, __file__)
 

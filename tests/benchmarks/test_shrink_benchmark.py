@@ -9,9 +9,9 @@ import pytest
 from benchmark_files import benchmark
 from tiny_checkpoints import save_checkpoint, text_of
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import find
-from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.soak
 judge, texts = benchmark("shrink_claims"), benchmark("shrink_texts")

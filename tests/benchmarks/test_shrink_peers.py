@@ -13,9 +13,9 @@ from benchmark_files import benchmark
 from layered_models import LAYERS, layered_model
 from torch import Tensor
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import wrap
-from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.soak
 peers = benchmark("shrink_peers")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.cloze import CHOICES, CONTEXT, LEAST_ITEMS, MOST_ITEMS, PIECE, cloze_items
-from depthgauge.errors import InputError
 
 
 def plain(text: str) -> str:

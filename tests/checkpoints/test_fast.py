@@ -9,12 +9,12 @@ import torch
 from tiny_models import MODELS, tiny_model, tokens
 from torch import Tensor
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints import registered_attention
 from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.registered_attention import NAME, layer_plan, register_attention
-from depthgauge.errors import InputError
 from depthgauge.fast_attention.remembered import Attention
 from depthgauge.results.checkpoint_subject import FastPlan
 

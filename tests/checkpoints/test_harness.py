@@ -12,11 +12,11 @@ import torch
 from tiny_checkpoints import save_reader
 from tiny_models import tiny_model
 
+from depthgauge.base.progress import no_message, silent
 from depthgauge.checkpoints.cloze import cloze_items
 from depthgauge.checkpoints.harness import TaskError, answer_tasks, load_tasks, task_tokens
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.progress import no_message, silent
 
 TASKS = Path(__file__).parents[1] / "data" / "tasks"
 ROWS = [json.loads(line) for line in (TASKS / "next_word.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -14,11 +14,11 @@ from tiny_models import tiny_model
 from tiny_shrinks import without_estimate
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Placement, load_config, load_model
 from depthgauge.checkpoints.source import find, weight_bytes, weight_files
 from depthgauge.checkpoints.stored_weights import count_parameters
-from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 

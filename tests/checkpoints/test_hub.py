@@ -12,11 +12,11 @@ from local_hub import COMMIT, TOKEN, LocalHub, serving, use_hub
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.hub import HubName, parse_hub_name, resolve
 from depthgauge.checkpoints.load import Placement, load_config, load_model
 from depthgauge.checkpoints.source import find
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.workflows.gauge import gauge, load_result
 from depthgauge.workflows.shrink import shrink

@@ -13,6 +13,7 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 from tiny_models import tiny_model, tokens
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints import text_files as text
 from depthgauge.checkpoints.hub import resolve
@@ -34,7 +35,6 @@ from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.stored_weights import count_parameters
 from depthgauge.checkpoints.windows import read_windows, special_tokens
-from depthgauge.errors import InputError
 from depthgauge.results.labels import WHAT_IFS
 
 HERE = Placement(device="cpu")

@@ -9,6 +9,7 @@ from tiny_models import tiny_model, tokens
 from tiny_pairs import paired_model
 from torch import Tensor, nn
 
+from depthgauge.base.progress import silent
 from depthgauge.checkpoints import dense_states
 from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.block_runner import BlockRunner
@@ -18,7 +19,6 @@ from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.model_output import model_output, window_losses
 from depthgauge.checkpoints.samples import Inputs, Samples
 from depthgauge.checkpoints.what_if import Edit, edited_losses, layers_of
-from depthgauge.progress import silent
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
 
 KINDS = ("block", "attention", "mlp", "parallel")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.paired_accuracy import (
     accuracy_record,
     difference_interval,
@@ -17,7 +18,6 @@ from depthgauge.checkpoints.paired_accuracy import (
     mean_difference_interval,
     mean_record,
 )
-from depthgauge.errors import InputError
 
 
 def trinomial(b: int, c: int, n: int, p: float, q: float) -> float:

@@ -14,13 +14,13 @@ from tiny_models import tiny_model
 from written_models import write_model
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.reads_text import LEAST_WINDOW, UnreadableTextError, reading_loss
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 HERE = Placement(device="cpu")

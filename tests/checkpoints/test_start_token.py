@@ -13,12 +13,12 @@ from tiny_gguf import BOS, write_gguf
 from tiny_models import tiny_model
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import find, gguf_metadata
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.windows import special_tokens
-from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import make_shrink_options
 from depthgauge.surgery.open_model import open_model, read_model
 

@@ -21,6 +21,8 @@ from torch import nn
 from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
+from depthgauge.base.progress import silent
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.circuits import HeadWeights
@@ -29,8 +31,6 @@ from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_conf
 from depthgauge.checkpoints.source import Source, find
 from depthgauge.checkpoints.stream import Stream, reader
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
-from depthgauge.progress import silent
 from depthgauge.workflows import gauge_checkpoint
 from depthgauge.workflows.gauge_checkpoint import measure_weights
 

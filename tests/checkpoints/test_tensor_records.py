@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tokens
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.circuits import HeadWeights
 from depthgauge.checkpoints.head_statistics import HeadStatistics, head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, attending

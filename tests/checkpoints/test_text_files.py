@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import depthgauge
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints import text_files
 from depthgauge.checkpoints.text_files import TextContent, TextFile, find_text, lines_between, read_text, split_field
 from depthgauge.checkpoints.windows import tokenize_text
-from depthgauge.errors import InputError
 
 PLAIN = {
     "fortune": 'A day without sunshine is like night.\n%\nHe said, "no", and left.\n\t\t-- Anonymous, 1902\n%\n{sic}\n',

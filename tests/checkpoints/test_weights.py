@@ -5,15 +5,15 @@ import torch
 from tiny_models import MODELS, tiny_model, tokens
 
 import depthgauge as dg
-from depthgauge.certificates.printed import printed_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, HeadWeights, circuit_sizes, head_weights
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.regime import TOLERANCE, corrected_bound, regime
-from depthgauge.linalg.norms import column_norm, composite_norm
-from depthgauge.network.inputs import uniform_inputs
+from depthgauge.theory.certificates.printed import printed_bound
+from depthgauge.theory.linalg.norms import column_norm, composite_norm
+from depthgauge.theory.network.inputs import uniform_inputs
 
 
 def silence_biases(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from edited_outputs import edited_outputs
 from tiny_models import DECODERS, ENCODERS, MODELS, cross_entropy, tiny_model, tokens
 from torch import Tensor, nn
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.families import FAMILIES
@@ -21,7 +22,6 @@ from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import window_losses
 from depthgauge.checkpoints.what_if import Edit, edited_states, layers_of
 from depthgauge.checkpoints.what_if import passes as kind_passes
-from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import chosen_kinds
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from depthgauge.certificates.arb_values import difference_below
 from depthgauge.cli.main import main
-from depthgauge.network.files import load_network, save_network
-from depthgauge.network.random_networks import random_network
+from depthgauge.theory.certificates.arb_values import difference_below
+from depthgauge.theory.network.files import load_network, save_network
+from depthgauge.theory.network.random_networks import random_network
 
 KEYS = {
     "method",

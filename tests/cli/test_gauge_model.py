@@ -14,7 +14,7 @@ import pytest
 from forked import exit_code, forked
 from tiny_checkpoints import save_checkpoint, text_of
 
-from depthgauge._journal import journal_folder
+from depthgauge.base.journal import journal_folder
 from depthgauge.cli.main import main
 from depthgauge.workflows import gauge_checkpoint
 

@@ -8,8 +8,8 @@ from shrink_documents import DOCUMENT as SHRUNK
 from shrink_documents import PLAN
 
 from depthgauge.cli.main import main
-from depthgauge.network.files import save_network
-from depthgauge.network.random_networks import random_network
+from depthgauge.theory.network.files import save_network
+from depthgauge.theory.network.random_networks import random_network
 
 
 @pytest.fixture

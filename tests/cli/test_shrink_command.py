@@ -27,10 +27,10 @@ from shrink_documents import (
     with_limit,
 )
 
-from depthgauge._ranks import ALONE
+from depthgauge.base.errors import InputError, InterruptedRunError
+from depthgauge.base.ranks import ALONE
 from depthgauge.cli.main import main
 from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
-from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.report.write import write_report
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan

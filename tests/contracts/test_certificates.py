@@ -12,11 +12,11 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.certificates.arb_values import difference_below
-from depthgauge.certificates.certificate import Certificate, certify
-from depthgauge.certificates.compared_networks import InputSet
-from depthgauge.network.random_networks import random_network
-from depthgauge.surrogates.closed_forms import closed_form
+from depthgauge.theory.certificates.arb_values import difference_below
+from depthgauge.theory.certificates.certificate import Certificate, certify
+from depthgauge.theory.certificates.compared_networks import InputSet
+from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.surrogates.closed_forms import closed_form
 
 SMALL = st.integers(1, 4)
 FAMILIES = {

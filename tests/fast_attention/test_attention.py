@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import backends, polynomial_path
 from depthgauge.fast_attention import exact_path as exact_module
 from depthgauge.fast_attention.arguments import checked

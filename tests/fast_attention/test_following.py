@@ -10,7 +10,7 @@ from kernel_settings import DEVICE
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import backends, following
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.plan import AttentionPlan, Fixed

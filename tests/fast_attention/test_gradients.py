@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.errors import DepthgaugeError
+from depthgauge.base.errors import DepthgaugeError
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.naive import softmax_attention
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_settings import DEVICE
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.problem import Options
 from depthgauge.fast_attention.spec import Spec

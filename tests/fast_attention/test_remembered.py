@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention.decide import decision as decision_module
 from depthgauge.fast_attention.decide.refusals import LONGEST_WAIT, MOST_KINDS, Refusals

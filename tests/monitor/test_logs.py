@@ -12,7 +12,7 @@ from forked import exit_code, forked
 from tiny_training import probe_ids, tiny_llama
 
 import depthgauge as dg
-from depthgauge.errors import OutputError
+from depthgauge.base.errors import OutputError
 from depthgauge.results.record import ResultError
 
 

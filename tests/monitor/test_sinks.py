@@ -10,7 +10,7 @@ import pytest
 from tiny_training import probe_ids, tiny_llama
 
 import depthgauge as dg
-from depthgauge.errors import MissingPackageError
+from depthgauge.base.errors import MissingPackageError
 
 
 class Writer:

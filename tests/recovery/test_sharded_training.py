@@ -9,8 +9,8 @@ import torch
 from divided_runs import started
 from tiny_distillation import STEPS, pair_of, train
 
+from depthgauge.base.errors import InputError
 from depthgauge.cli.torchrun import LaunchedCommand
-from depthgauge.errors import InputError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_training.py"
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.report.network_section import depth_chart, sandwich_chart, share_measures
 from depthgauge.report.page import section
 from depthgauge.report.page_parts import head_map, residual_curve

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
 from depthgauge.report.page import render
 from depthgauge.report.write import write_report

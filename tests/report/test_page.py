@@ -12,9 +12,9 @@ import pytest
 from markupsafe import escape
 
 import depthgauge as dg
-from depthgauge._format import printable
+from depthgauge.base.errors import InputError, MissingPackageError, OutputError
+from depthgauge.base.format import printable
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError, MissingPackageError, OutputError
 from depthgauge.report.markup import Table
 from depthgauge.report.page import gauge_command, render, section, templates
 from depthgauge.results.gauge_options import GaugeSettings

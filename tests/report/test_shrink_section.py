@@ -26,7 +26,7 @@ from shrink_documents import (
     with_limit,
 )
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.report.page import render
 from depthgauge.report.page_parts import PagePart
 from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts, sizes_part

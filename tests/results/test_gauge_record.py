@@ -12,7 +12,7 @@ import pytest
 from result_documents import DOCUMENT
 
 import depthgauge as dg
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.report.page import render
 from depthgauge.results.gauge_record import SCHEMA, check_result, read_result
 from depthgauge.results.record import ResultError

@@ -21,7 +21,7 @@ from shrink_documents import (
     with_limit,
 )
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import SHRINK_ADVICE, PlanRecord, ShrinkRecord, check_shrink, read_plan

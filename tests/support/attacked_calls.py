@@ -23,7 +23,7 @@ from attacked_references import Reference, own_copy, reference, torch_attention
 from drawn_calls import EXTREME, ODD_WIDTHS, WIDTHS, Drawn, Limits, draw_call, draw_kind
 from torch import Tensor
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.arguments import kept_rules_of
 from depthgauge.fast_attention.attention import attention, attention_plan

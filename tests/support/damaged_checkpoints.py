@@ -213,7 +213,7 @@ class DamageWorker:
 
 def _serve(pipe: Connection, originals: Path) -> None:
     import depthgauge as dg
-    from depthgauge.errors import DepthgaugeError
+    from depthgauge.base.errors import DepthgaugeError
 
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

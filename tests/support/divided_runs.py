@@ -15,10 +15,10 @@ from typing import Any
 from tiny_shrinks import STEPS
 from torch.distributed import TCPStore
 
-from depthgauge._ranks import ALONE, Ranks
+from depthgauge.base.errors import DepthgaugeError
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.cli.main import main as command_line
 from depthgauge.cli.torchrun import LaunchedCommand
-from depthgauge.errors import DepthgaugeError
 from depthgauge.surgery import speed
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.gauge import gauge

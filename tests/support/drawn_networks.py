@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.network.network import Layer, Mlp, SelfAttentionNetwork
-from depthgauge.surrogates.closed_forms import averaging_layer, closed_form, fold, refusal, without_attention
+from depthgauge.theory.network.network import Layer, Mlp, SelfAttentionNetwork
+from depthgauge.theory.surrogates.closed_forms import averaging_layer, closed_form, fold, refusal, without_attention
 
 CHARACTERS = ("uniform", "sign", "aligned", "low-rank", "huge scores", "huge values", "equal heads", "opposite heads")
 CLOSED = ("identity", "last-layer", "parallel", "mean-field", "corrected")

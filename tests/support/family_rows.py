@@ -15,8 +15,8 @@ from tiny_pairs import save_pairs
 from tiny_vision import save_images, save_processor
 
 import depthgauge as dg
+from depthgauge.base.errors import DepthgaugeError
 from depthgauge.checkpoints.library import quiet
-from depthgauge.errors import DepthgaugeError
 from depthgauge.surgery import speed, student, verify
 
 WINDOW, SAMPLES, NO = 16, 73, "–"

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 import depthgauge as dg
-from depthgauge.certificates.compared_networks import Comparison
-from depthgauge.certificates.parallel_blocks import parallel_proof
-from depthgauge.certificates.token_set import Tokens
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.theory.certificates.compared_networks import Comparison
+from depthgauge.theory.certificates.parallel_blocks import parallel_proof
+from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.network.network import SelfAttentionNetwork
 
 
 def drawn(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:

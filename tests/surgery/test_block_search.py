@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tokens
 
-from depthgauge._journal import Journal
+from depthgauge.base.journal import Journal
 from depthgauge.checkpoints.load import wrap
 from depthgauge.results.shrink_record import SearchStep
 from depthgauge.surgery.shrinker import RUN, Shrinker

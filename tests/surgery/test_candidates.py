@@ -9,7 +9,7 @@ import torch
 from tiny_models import DECODERS, MODELS, tiny_model
 from trained_models import objective_of, sequences, trained_model
 
-from depthgauge._journal import Journal
+from depthgauge.base.journal import Journal
 from depthgauge.checkpoints.load import wrap
 from depthgauge.recovery import recover_model
 from depthgauge.recovery.distillation import step_windows

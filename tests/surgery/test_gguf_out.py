@@ -14,11 +14,11 @@ import torch
 from tiny_gguf import write_gguf
 from tiny_models import tokens
 
+from depthgauge.base.errors import InputError, VerificationError
+from depthgauge.base.progress import silent
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model
 from depthgauge.checkpoints.source import find
-from depthgauge.errors import InputError, VerificationError
-from depthgauge.progress import silent
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.gguf_layout import Arrangement, GgufLayout, decode, encode, match_weights, read_layout
 from depthgauge.surgery.gguf_rounding import round_changed, round_map

@@ -12,8 +12,8 @@ import pytest
 from increase_populations import POPULATIONS, Population
 from scipy import stats
 
-from depthgauge.errors import InputError
-from depthgauge.progress import Durations
+from depthgauge.base.errors import InputError
+from depthgauge.base.progress import Durations
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import shrunk_model
 from depthgauge.surgery.candidates import Candidates

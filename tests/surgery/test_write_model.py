@@ -24,10 +24,10 @@ from tiny_gguf import write_gguf
 from tiny_models import tokens
 from written_models import write_model
 
-from depthgauge._format import ranges
+from depthgauge.base.errors import InputError, OutputError
+from depthgauge.base.format import ranges
 from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.checkpoints.source import Source, find
-from depthgauge.errors import InputError, OutputError
 from depthgauge.results.shrink_record import check_shrink
 from depthgauge.results.shrink_verdicts import guarantee_sentences, texts_caption, times_sentence
 from depthgauge.surgery import write_model as writer

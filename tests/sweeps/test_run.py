@@ -10,7 +10,7 @@ import pytest
 from joblib.externals.loky import reusable_executor
 from sweeping import rows_sha256, undisturbed, write_grid
 
-from depthgauge.errors import InputError, InterruptedRunError
+from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps import engines
 from depthgauge.sweeps.cells import Cell, CellOutcome

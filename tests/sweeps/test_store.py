@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge._lock import holder_of
-from depthgauge.errors import InputError, OutputError
+from depthgauge.base.errors import InputError, OutputError
+from depthgauge.base.lock import holder_of
 from depthgauge.sweeps.cells import Cell, CellOutcome
 from depthgauge.sweeps.store import Count, Store, lock_path, run_lock
 

@@ -21,13 +21,13 @@ from tiny_models import tiny_model, tokens
 from tiny_shrinks import LAYERS, quick, without_estimate
 from transformers import PreTrainedModel
 
+from depthgauge.base.errors import OutputError
 from depthgauge.checkpoints import dense_states, layers
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.source import find, weight_bytes
-from depthgauge.errors import OutputError
 from depthgauge.surgery import write_shrunk
 from depthgauge.workflows.shrink import ShrinkResult
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import text_of
 from tiny_shrinks import save, without_estimate
 
-from depthgauge._ranks import ENDED, Ranks
+from depthgauge.base.errors import InputError
+from depthgauge.base.ranks import ENDED, Ranks
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "divided_runs.py"
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import depthgauge as dg
-from depthgauge._format import number
-from depthgauge.errors import InputError, InputFileError, NetworkFileError, OutputError
-from depthgauge.network.inputs import uniform_inputs
+from depthgauge.base.errors import InputError, InputFileError, NetworkFileError, OutputError
+from depthgauge.base.format import number
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import SCHEMA
+from depthgauge.theory.network.inputs import uniform_inputs
 from depthgauge.workflows import gauge_network as module
 from depthgauge.workflows import target as targets
 from depthgauge.workflows.collapse import collapse_file

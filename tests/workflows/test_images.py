@@ -12,11 +12,11 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_vision import LABELS, VISION, image_processor, save_images, save_vision, vision_model
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.found_inputs import find_images
 from depthgauge.checkpoints.image_files import read_images
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 
 SMALL = {"device": "cpu"}
 QUICK = {"remove": 1, "effort": "quick", "device": "cpu"}

@@ -11,11 +11,11 @@ from tiny_checkpoints import WORDS, save_tokenizer
 from tiny_models import tiny_model
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.found_inputs import find_labelled
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.pair_files import read_labelled
 from depthgauge.checkpoints.samples import Samples
-from depthgauge.errors import InputError
 
 CLASSES = {"bert": "BertForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}
 NAMES = ("bad", "good", "neither")

@@ -13,14 +13,14 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import cross_entropy, tiny_model
 
 import depthgauge as dg
-from depthgauge._journal import journal_folder
+from depthgauge.base.errors import InputError
+from depthgauge.base.journal import journal_folder
 from depthgauge.checkpoints import dense_states
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.windows import read_windows
-from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint

@@ -17,6 +17,7 @@ from tiny_shrinks import without_estimate
 from trained_models import objective_of
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import encoded
@@ -28,7 +29,6 @@ from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 from depthgauge.recovery.distillation import Trained, distil
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData

@@ -11,8 +11,8 @@ from tiny_recoveries import WINDOW, save_models, save_text
 from tiny_shrinks import save, without_estimate
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 from depthgauge.recovery.divergence import TRAIN, Pair
 from depthgauge.results.recover_record import check_recover
 from depthgauge.results.shrink_record import check_shrink, read_plan

@@ -13,8 +13,8 @@ import pytest
 from tiny_checkpoints import save_checkpoint, text_of
 
 import depthgauge as dg
-from depthgauge._journal import journal_folder
-from depthgauge.errors import DepthgaugeError, InputError, MissingPackageError, OutputError
+from depthgauge.base.errors import DepthgaugeError, InputError, MissingPackageError, OutputError
+from depthgauge.base.journal import journal_folder
 from depthgauge.workflows.shrink import plan_shrink
 
 pytestmark = pytest.mark.usefixtures("forked_verification")

@@ -12,12 +12,12 @@ from tiny_models import tiny_model
 from tiny_shrinks import save
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.model_output import POOLING, pooled
 from depthgauge.checkpoints.sentence_pooling import POOLING_MODES, longest_window, pooling_modes
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 
 SMALL = {"window": 16, "device": "cpu"}
 SHRINK = {"remove": 1, "effort": "quick", **SMALL}

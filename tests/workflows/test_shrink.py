@@ -16,9 +16,9 @@ from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import DECODERS, ENCODERS, tiny_model
 from tiny_shrinks import LAYERS, quick, save, without_estimate
 
-from depthgauge._journal import journal_folder
+from depthgauge.base.errors import InputError, InterruptedRunError
+from depthgauge.base.journal import journal_folder
 from depthgauge.checkpoints.library import quiet
-from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
 

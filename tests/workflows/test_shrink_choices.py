@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import text_of
 from tiny_shrinks import LAYERS, quick, save
 
-from depthgauge.errors import InterruptedRunError
+from depthgauge.base.errors import InterruptedRunError
 from depthgauge.workflows.shrink import shrink
 
 pytestmark = pytest.mark.usefixtures("forked_verification")

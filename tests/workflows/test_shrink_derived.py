@@ -9,7 +9,7 @@ from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import tiny_model
 from tiny_shrinks import LAYERS, quick, save
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 

@@ -10,8 +10,8 @@ import torch
 from tiny_models import tiny_model
 from tiny_shrinks import save
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.load import Placement, wrap
-from depthgauge.errors import InputError
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import part_costs

@@ -10,8 +10,8 @@ import torch
 from tiny_checkpoints import text_of
 from tiny_shrinks import quick, save
 
+from depthgauge.base.errors import InputError
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 

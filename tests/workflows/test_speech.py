@@ -15,12 +15,12 @@ from tiny_pairs import save_paired, save_pairs
 from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_speech_model, save_wave, speech_model
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.audio_files import SpeechReader, read_audio
 from depthgauge.checkpoints.found_inputs import find_audio
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 
 
 @pytest.fixture(scope="module")

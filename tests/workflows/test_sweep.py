@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from depthgauge.errors import InterruptedRunError, MissingPackageError
+from depthgauge.base.errors import InterruptedRunError, MissingPackageError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import Grid

@@ -13,12 +13,12 @@ from tiny_models import tiny_model
 from tiny_shrinks import without_estimate
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import MEASURED_LENGTH, MEASURED_WINDOWS
 from depthgauge.checkpoints.windows import Windows, tokenize_text
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import make_shrink_options
 from depthgauge.surgery import open_model as module
 from depthgauge.surgery.calibration import prepare_calibration

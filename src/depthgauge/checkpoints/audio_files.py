@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthgauge._format import counted
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.found_inputs import AudioFolder, read_wave
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.input_kinds import AUDIO
@@ -17,7 +18,6 @@ from depthgauge.checkpoints.library import attempt, quiet, transformers
 from depthgauge.checkpoints.load import Placement, load_tokenizer
 from depthgauge.checkpoints.pair_files import target_samples
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError
 
 
 @dataclass(frozen=True)

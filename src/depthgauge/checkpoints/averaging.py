@@ -4,15 +4,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.first_layer import NotBoundedError, first_call, read_first_layer
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.score_bounds import PlacedScores, RotaryScores, Scores
-from depthgauge.linalg.rounding import add_down, div_up, exp_up, mul_up, tanh_up
-from depthgauge.progress import Step, silent
 from depthgauge.results.checkpoint_subject import FirstLayerBound, FirstLayerHead
 from depthgauge.results.record import finite
+from depthgauge.theory.linalg.rounding import add_down, div_up, exp_up, mul_up, tanh_up
 
 TOKENS = 64
 """Length of the texts that show what a head can do, unless the model sees less."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._ranks import ALONE, Ranks
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.hooks import hidden_in, hidden_out
 from depthgauge.checkpoints.interface import Session

@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.families import Family, Separate
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.linalg.norms import entry_sum_norm
-from depthgauge.measures.heads import weight_sizes
-from depthgauge.network.network import Layer
+from depthgauge.theory.linalg.norms import entry_sum_norm
+from depthgauge.theory.measures.heads import weight_sizes
+from depthgauge.theory.network.network import Layer
 
 
 @dataclass(frozen=True, eq=False, repr=False)

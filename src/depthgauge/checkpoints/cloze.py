@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.text_files import find_text, read_text
-from depthgauge.errors import InputError
 from depthgauge.results.evaluate_options import CLOZE
 
 PIECE = 8

@@ -11,9 +11,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from depthgauge.base.errors import missing_extra
 from depthgauge.checkpoints.gguf_header import MOST_BLOCKS
 from depthgauge.checkpoints.library import CheckpointError, short
-from depthgauge.errors import missing_extra
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers.models.auto that name all model types."""

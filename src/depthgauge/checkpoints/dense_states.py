@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import size_text
+from depthgauge.base.errors import OutputError
+from depthgauge.base.format import size_text
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import require_output, window_losses
 from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
-from depthgauge.errors import OutputError
-from depthgauge.progress import Step, silent
 
 STATES_SHARE = 0.35
 """The share of free memory that states may take, of the dense model, or of all edited models in a pass."""

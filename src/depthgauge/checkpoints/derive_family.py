@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._format import number
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.format import number
 from depthgauge.checkpoints.block_lists import blocks_of, with_stack
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.families import Family, Sublayer

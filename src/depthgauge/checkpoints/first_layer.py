@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.circuits import projection_biases, projections
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.find_blocks import find_blocks
@@ -20,7 +20,7 @@ from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, context_length
-from depthgauge.linalg.rounding import UNIT, add_up, div_up, gamma, mul_down, mul_up, norm_up
+from depthgauge.theory.linalg.rounding import UNIT, add_up, div_up, gamma, mul_down, mul_up, norm_up
 
 BLOCK = 2**20
 """Entries of an array that are computed at a time (8 MB)."""

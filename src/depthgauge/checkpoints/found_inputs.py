@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge._format import counted, one_line
+from depthgauge.base.errors import InputError, missing_extra, require_path
+from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.text_files import JSONL, parse_line
-from depthgauge.errors import InputError, missing_extra, require_path
 
 _FILE, _TEXT = ("file_name", "file"), ("text",)
 """The names of the field, or of the column, with the file or the text that has a label."""

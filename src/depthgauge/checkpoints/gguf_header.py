@@ -4,8 +4,8 @@ import mmap
 from math import prod
 from pathlib import Path
 
+from depthgauge.base.errors import missing_extra
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.errors import missing_extra
 
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by the number of its type; strings and arrays have their own length."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.audio_files import load_speech_reader, read_audio
 from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.found_inputs import AudioFolder, ImageFolder, LabelledTexts, find_given
@@ -12,7 +13,6 @@ from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT, read_kind, r
 from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_tokenizer
 from depthgauge.checkpoints.pair_files import LONGEST, read_labelled, read_pairs
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import STACKS
 
 

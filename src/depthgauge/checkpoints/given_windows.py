@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.results.checkpoint_subject import TextWindows
 

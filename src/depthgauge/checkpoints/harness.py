@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import duration, one_line
+from depthgauge.base.format import duration, one_line
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.cloze import ClozeText, cloze_config
 from depthgauge.checkpoints.hub_data import offline_if_unreachable, quiet_datasets
 from depthgauge.checkpoints.layers import batch_size
@@ -26,7 +27,6 @@ from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.task_names import TaskError, task_folders, unknown_task
 from depthgauge.checkpoints.windows import require_rows
-from depthgauge.progress import Step
 from depthgauge.results.evaluate_options import CLOZE
 
 METRICS = ("acc_norm", "acc", "exact_match")

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.interface import AttentionCall, RowBlock
-from depthgauge.measures.heads import VisibleKeys, row_measures
+from depthgauge.theory.measures.heads import VisibleKeys, row_measures
 
 STATIC = ("uniform", "first", "previous", "mean")
 """Attention patterns that do not depend on the text.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from depthgauge.base.errors import missing_extra
+from depthgauge.base.progress import no_message
 from depthgauge.checkpoints.config_file import check_config
 from depthgauge.checkpoints.library import CheckpointError, short
 from depthgauge.checkpoints.source import (
@@ -20,8 +22,6 @@ from depthgauge.checkpoints.source import (
     require_tokenizer,
     shard_names,
 )
-from depthgauge.errors import missing_extra
-from depthgauge.progress import no_message
 from depthgauge.results.checkpoint_subject import HubModel
 
 _PART = r"\w(?:[\w.-]*\w)?"

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
+from depthgauge.base.errors import InputError, missing_extra
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.text_files import MESSAGES, TEXT, TextFile, document_of, find_text, split_field
-from depthgauge.errors import InputError, missing_extra
 
 _PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>[^:]+))?(?::(?P<field>.+))?", re.ASCII)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge._format import counted, one_line
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.found_inputs import ImageFolder, label_indices, pillow
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.input_kinds import IMAGES
@@ -17,7 +18,6 @@ from depthgauge.checkpoints.library import attempt, quiet, transformers
 from depthgauge.checkpoints.load import Placement
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError
 
 
 def load_processor(source: Source, placement: Placement, given: Any = None) -> Any:

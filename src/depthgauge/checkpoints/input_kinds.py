@@ -10,11 +10,11 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.config_file import read_json
 from depthgauge.checkpoints.found_inputs import label_indices
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.source import Source, require_streamable
-from depthgauge.errors import InputError
 
 TEXT, IMAGES, AUDIO, PAIRS, LABELLED = "input_ids", "pixel_values", "input_features", "pairs", "labelled texts"
 """What models read: their main input, pairs of token ids, or token ids with labels."""

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.hooks import hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch

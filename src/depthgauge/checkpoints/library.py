@@ -9,8 +9,8 @@ from importlib import import_module
 from logging import getLogger
 from typing import Any
 
-from depthgauge._format import one_line
-from depthgauge.errors import InputError, is_out_of_memory, missing_extra
+from depthgauge.base.errors import InputError, is_out_of_memory, missing_extra
+from depthgauge.base.format import one_line
 
 
 class CheckpointError(InputError):

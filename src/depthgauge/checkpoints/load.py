@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import counted, size_text
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted, size_text
 from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
@@ -23,7 +24,6 @@ from depthgauge.checkpoints.source import TOKENIZER_FILES, Source, gguf_sliding_
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
 from depthgauge.checkpoints.unpack_gguf import unpack_gguf
-from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
 OF_HEAD = ("loss", "labels", "logits")

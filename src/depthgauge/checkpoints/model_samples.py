@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import decoded
 from depthgauge.checkpoints.windows import surround
-from depthgauge.progress import Step, silent
 
 MEMORY_SHARE = 0.25
 """The share of the free memory that the KV cache and the logits of one batch may take."""

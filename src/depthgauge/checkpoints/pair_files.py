@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import counted
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.found_inputs import LabelledTexts, PairFile, label_indices
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.samples import IGNORED, Samples
-from depthgauge.errors import InputError
 
 LONGEST = 128
 """The most tokens of a text, of a source and of a target by default; longer ones are cut."""

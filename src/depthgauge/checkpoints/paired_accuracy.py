@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import stats
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.results.evaluate_record import AccuracyRecord
 
 Counts = tuple[int, int, int]

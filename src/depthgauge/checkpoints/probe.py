@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from depthgauge._format import counted, number
+from depthgauge.base.format import counted, number
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.hooks import Change, changed
 from depthgauge.checkpoints.interface import Session, attending

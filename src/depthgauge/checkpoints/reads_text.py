@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.model_output import model_output, require_output, token_losses

@@ -7,9 +7,9 @@ about that size. MLPs are left out, so the distance of the whole model can only 
 import math
 from collections.abc import Callable, Sequence
 
-from depthgauge.certificates.printed import log_C, log_epsilon, log_final_bound
 from depthgauge.checkpoints.circuits import CircuitSizes
 from depthgauge.results.checkpoint_subject import RegimeDistance
+from depthgauge.theory.certificates.printed import log_C, log_epsilon, log_final_bound
 
 TOLERANCE = 0.1
 _LEAST = -300.0

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.checkpoints.interface import AttentionCall, attention_call
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.fast_attention.attention import attention_plan

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 
 ENCODED = "encoder_outputs"
 """The argument for states of the encoder, which are then not computed again."""

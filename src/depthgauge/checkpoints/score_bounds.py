@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge.checkpoints.first_layer import UNDERFLOW, FirstLayer, Projection, Rows, root_error
-from depthgauge.linalg.rounding import add_up, div_up, gamma, mul_up, nonnegative_matmul_up, norm_up, sqrt_up
+from depthgauge.theory.linalg.rounding import add_up, div_up, gamma, mul_up, nonnegative_matmul_up, norm_up, sqrt_up
 
 _SAMPLE = 1024
 """Tokens from which centres and weights are chosen; every choice gives a bound."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from depthgauge._format import counted
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.config_file import read_json
 from depthgauge.checkpoints.gguf_header import check_gguf
 from depthgauge.checkpoints.library import CheckpointError, attempt, short

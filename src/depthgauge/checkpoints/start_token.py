@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import number
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.source import Source, gguf_metadata
 from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.checkpoints.windows import require_rows, special_tokens, surround, tokenize_text
-from depthgauge.errors import InputError
 
 MEASURED_WINDOWS, MEASURED_LENGTH = 8, 128
 """How many windows of the built-in text are measured with and without the BOS token, and their tokens."""

@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError, missing_extra, unknown_name
+from depthgauge.base.errors import InputError, missing_extra, unknown_name
 from depthgauge.results.evaluate_options import CLOZE
 
 

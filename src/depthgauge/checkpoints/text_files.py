@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 
 WHOLE_BYTES = 4 * 2**20
 """Texts up to this size are read completely; of a larger text only pieces are read."""

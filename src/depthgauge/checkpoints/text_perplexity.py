@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted, duration
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.format import counted, duration
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
@@ -27,7 +28,6 @@ from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.checkpoints.windows import Windows, body_length, require_rows, surround, tokenize_text, too_short
-from depthgauge.progress import Step
 from depthgauge.results.evaluate_record import PerplexityRecord
 from depthgauge.results.record import finite
 

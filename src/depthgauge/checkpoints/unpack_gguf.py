@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from depthgauge._format import size_text
+from depthgauge.base.format import size_text
 from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.source import SAFETENSORS, Source
 

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates, Objective, states_in_memory
 from depthgauge.checkpoints.experts import ExpertWhatIfs
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.samples import Inputs
-from depthgauge.progress import Step, silent
 from depthgauge.results.labels import EXPERT
 
 

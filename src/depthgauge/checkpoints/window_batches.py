@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from depthgauge.errors import is_out_of_memory
+from depthgauge.base.errors import is_out_of_memory
 
 Made = TypeVar("Made")
 SMALLER = 4

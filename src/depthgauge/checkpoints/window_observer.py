@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall
@@ -16,8 +17,7 @@ from depthgauge.checkpoints.model_output import accuracy, window_losses
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
-from depthgauge.measures.residuals import residual_sizes
-from depthgauge.progress import Step
+from depthgauge.theory.measures.residuals import residual_sizes
 
 
 class WindowObserver:

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted, one_line
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
-from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import TextWindows
 
 WINDOW = 512

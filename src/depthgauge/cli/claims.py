@@ -57,8 +57,8 @@ def command(
 
     `depthgauge claims --out ledger.md` writes the whole ledger as a Markdown page.
     """
-    from depthgauge._io import check_outputs, write_text
-    from depthgauge.errors import unknown_name
+    from depthgauge.base.errors import unknown_name
+    from depthgauge.base.io import check_outputs, write_text
     from depthgauge.papers.ledger.finding import VERDICTS, Findings
     from depthgauge.papers.ledger.registry import run, select
     from depthgauge.papers.ledger.story import page

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge._format import counted
+from depthgauge.base.format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def command(
     **Methods**, for weights of size η: identity and last-layer (error O(η)), parallel (O(η²)), mean-field (O(η³)),
     corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
     """
-    from depthgauge._io import check_outputs
-    from depthgauge.certificates.token_set import load_tokens
+    from depthgauge.base.io import check_outputs
+    from depthgauge.theory.certificates.token_set import load_tokens
     from depthgauge.workflows.collapse import collapse_file
 
     read = {"NETWORK": network, "--tokens": tokens}

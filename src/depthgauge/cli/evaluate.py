@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from depthgauge._format import printable
+from depthgauge.base.errors import OutputError
+from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.errors import OutputError
 from depthgauge.results.evaluate_options import MODEL, TASKS, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 

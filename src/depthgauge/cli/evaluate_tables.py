@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.markup import escape
 
-from depthgauge._format import DASH, duration, number, printable
+from depthgauge.base.format import DASH, duration, number, printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import (

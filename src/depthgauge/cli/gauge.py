@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from depthgauge.base.errors import OutputError
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.cli.print_estimate import print_estimate
-from depthgauge.errors import OutputError
 from depthgauge.results.gauge_options import PATHS, GaugeOptions
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.markup import escape
 
-from depthgauge._format import DASH, counted, number, printable
+from depthgauge.base.format import DASH, counted, number, printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.checkpoint_subject import (
     CheckpointHead,

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from depthgauge._format import one_line
-from depthgauge._ranks import Ranks
 from depthgauge._version import __version__
+from depthgauge.base.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
+from depthgauge.base.format import one_line
+from depthgauge.base.ranks import Ranks
 from depthgauge.cli import (
     claims,
     collapse,
@@ -26,7 +27,6 @@ from depthgauge.cli import (
 )
 from depthgauge.cli.output import print_terms
 from depthgauge.cli.torchrun import LaunchedCommand
-from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.results.glossary import TERMS
 from depthgauge.results.shrink_options import HEAL_IS_GONE
 

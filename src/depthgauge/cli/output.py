@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from depthgauge.progress import Step
+from depthgauge.base.progress import Step
 
 stderr = Console(stderr=True)
 START_DELAY = 1.0

@@ -1,6 +1,6 @@
 """Show what a run is expected to take."""
 
-from depthgauge._format import counted, duration, size_text
+from depthgauge.base.format import counted, duration, size_text
 from depthgauge.cli.output import print_json
 from depthgauge.results.estimate_record import EstimateRecord
 

@@ -43,9 +43,9 @@ def command(
     `depthgauge random --layers 4 --heads 2 --dim 16 --norm pre --mlp 64 --mlp-skip --activation gelu --causal --out
     gpt.safetensors` draws a network that is built like GPT-2.
     """
-    from depthgauge._io import check_outputs
-    from depthgauge.network.files import save_network
-    from depthgauge.network.random_networks import random_network
+    from depthgauge.base.io import check_outputs
+    from depthgauge.theory.network.files import save_network
+    from depthgauge.theory.network.random_networks import random_network
 
     check_outputs({"--out": out}, {}, overwrite=overwrite)
     network = random_network(

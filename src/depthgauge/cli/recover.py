@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthgauge._format import printable
+from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.results.recover_options import MODEL, TRAINING, RecoverOptions
@@ -50,7 +50,7 @@ def command(
     `depthgauge shrink ./model --text corpus.txt --remove 25% --recover 2M --out ./smaller` removes, recovers and
     certifies in one command. After an interruption, run the same command with `--resume`.
     """
-    from depthgauge.errors import InputError
+    from depthgauge.base.errors import InputError
     from depthgauge.workflows.recover import recover
 
     if out is None:

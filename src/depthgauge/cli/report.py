@@ -39,7 +39,7 @@ def command(
 
     The page needs the extra report: `pip install '.[report]'` in a clone of the project.
     """
-    from depthgauge._io import check_outputs
+    from depthgauge.base.io import check_outputs
     from depthgauge.report.write import write_report
 
     page = _page_of(result) if out is None else out

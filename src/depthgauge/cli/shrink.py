@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from depthgauge._format import printable
+from depthgauge.base.errors import DepthgaugeError, InputError
+from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.cli.print_estimate import print_estimate
-from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, PLAN
 from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.markup import escape
 
-from depthgauge._format import counted, number, printable, ranges
+from depthgauge.base.format import counted, number, printable, ranges
 from depthgauge.cli.evaluate_tables import evaluate_tables
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.labels import of_stack

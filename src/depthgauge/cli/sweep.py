@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge._format import counted
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.errors import InputError
 
 if TYPE_CHECKING:
     from depthgauge.sweeps.sweep_records import SweepStatus
@@ -48,7 +48,7 @@ def command(
     collapse-error, certificate, causal-certificate, effective-depth, rank-collapse, fast-attention, separation,
     trained-depth.
     """
-    from depthgauge._io import check_outputs
+    from depthgauge.base.io import check_outputs
     from depthgauge.sweeps.read import export_rows
     from depthgauge.workflows.sweep import sweep, sweep_status
 

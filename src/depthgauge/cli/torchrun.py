@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import typer
 
-from depthgauge._format import counted
-from depthgauge._ranks import ALONE, ENDED, Ranks
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
+from depthgauge.base.ranks import ALONE, ENDED, Ranks
 
 PATIENCE = timedelta(days=30)
 """How long processes wait for each other: process 0 may write a large model meanwhile."""

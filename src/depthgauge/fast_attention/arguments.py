@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from depthgauge.errors import InputError, require_positive, require_type, unknown_name
+from depthgauge.base.errors import InputError, require_positive, require_type, unknown_name
 from depthgauge.fast_attention.problem import Options, Request, Rules, Sizes
 from depthgauge.fast_attention.theory.cost import CPU, GPU_TRITON, exact_cost
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from depthgauge.errors import InputError, require_type
+from depthgauge.base.errors import InputError, require_type
 from depthgauge.fast_attention import exact_path as exact
 from depthgauge.fast_attention.arguments import broadcast, check_tokens, checked, rules_for
 from depthgauge.fast_attention.autograd import is_autocast, is_watched, without_autocast

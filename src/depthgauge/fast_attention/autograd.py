@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from depthgauge.errors import DepthgaugeError
+from depthgauge.base.errors import DepthgaugeError
 
 
 class DoubleBackwardError(DepthgaugeError, RuntimeError):

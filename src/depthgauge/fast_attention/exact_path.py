@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.autograd import is_watched
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.problem import Problem, Request, is_dual

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.autograd import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.backends import backend_for

@@ -7,7 +7,7 @@ from itertools import product as every
 import torch
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.fast_attention.problem import GuaranteeError, Request
 from depthgauge.fast_attention.theory.bounds import unit
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 
 
 class GuaranteeError(InputError):

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from depthgauge.errors import require_positive
+from depthgauge.base.errors import require_positive
 from depthgauge.fast_attention.attention import Output, attend
 from depthgauge.fast_attention.decide.refusals import Refusals
 from depthgauge.fast_attention.plan import AttentionPlan

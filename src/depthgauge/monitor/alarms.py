@@ -4,8 +4,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-from depthgauge._format import counted, number
-from depthgauge.errors import DepthgaugeError, InputError, unknown_name
+from depthgauge.base.errors import DepthgaugeError, InputError, unknown_name
+from depthgauge.base.format import counted, number
 from depthgauge.results.monitor_labels import alarm_words, entropy_share, largest_score_range, layer_ranges
 from depthgauge.results.monitor_options import AlarmThresholds
 from depthgauge.results.monitor_record import Alarm, Probe, ProbedLayer

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._format import number
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import number
 from depthgauge.checkpoints.circuits import block_sizes
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.interface import Session, attending, register
@@ -21,7 +22,6 @@ from depthgauge.checkpoints.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores
-from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
 from depthgauge.monitor.row_watch import RowWatch

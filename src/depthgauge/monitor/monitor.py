@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgauge._format import counted
 from depthgauge._version import __version__
-from depthgauge.errors import DepthgaugeError, InputError, require_count
+from depthgauge.base.errors import DepthgaugeError, InputError, require_count
+from depthgauge.base.format import counted
 from depthgauge.monitor.alarms import LOGGER, Action, Detector, act, check_action
 from depthgauge.monitor.measurement import combined, moved
 from depthgauge.monitor.model_probe import ModelProbe, make_batch
 from depthgauge.monitor.network_probe import NetworkProbe, make_inputs
 from depthgauge.monitor.processes import ProbeError, Processes, cause_of, rank
 from depthgauge.monitor.sinks import JsonLines, Sink, further_sinks
-from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.results.monitor_options import (
     AlarmThresholds,
     MonitorOptions,
@@ -32,6 +31,7 @@ from depthgauge.results.monitor_options import (
     check_thresholds,
 )
 from depthgauge.results.monitor_record import Alarm, MonitorRecord, MonitorRun, Probe
+from depthgauge.theory.network.network import SelfAttentionNetwork
 
 EVERY = 200
 LOG = "runs/depthgauge"

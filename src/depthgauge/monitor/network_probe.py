@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.circuits import layer_sizes
 from depthgauge.checkpoints.interface import AttentionCall, attention_call
 from depthgauge.checkpoints.model_output import relative_distance
-from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
 from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
-from depthgauge.network.layer import softmax_attention
-from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.network.trace import LayerTrace
 from depthgauge.results.monitor_record import MonitoredModel
+from depthgauge.theory.network.layer import softmax_attention
+from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.network.trace import LayerTrace
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from depthgauge.errors import DepthgaugeError
+from depthgauge.base.errors import DepthgaugeError
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others in an exchange: longer than one of them needs to save a checkpoint."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from depthgauge.checkpoints.head_statistics import visible_keys
 from depthgauge.checkpoints.interface import BLOCK_ENTRIES, AttentionCall
-from depthgauge.measures.heads import VisibleKeys, row_measures
+from depthgauge.theory.measures.heads import VisibleKeys, row_measures
 
 _MASKS = 2
 """How many masks are kept: models with windowed layers alternate between two."""

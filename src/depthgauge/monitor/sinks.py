@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from depthgauge._io import write_text
-from depthgauge.errors import InputError, MissingPackageError, OutputError
+from depthgauge.base.errors import InputError, MissingPackageError, OutputError
+from depthgauge.base.io import write_text
 from depthgauge.results.monitor_labels import QUANTITIES
 from depthgauge.results.monitor_options import MonitorOptions
 from depthgauge.results.monitor_record import ALARMS, METRICS, RUN, Alarm, MonitorRun, Probe, ProbedHeads, read_log

@@ -1,7 +1,7 @@
 """What belongs to the two papers and not to a user's model: the ledger, softmax versus linear attention, training
 under a weight bound, and the figures."""
 
-from depthgauge._lazy import lazy_names
+from depthgauge.base.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(__name__, __file__)
 

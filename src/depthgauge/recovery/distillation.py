@@ -24,10 +24,10 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.utils.data import SequentialSampler
 
-from depthgauge._format import counted
+from depthgauge.base.errors import install_command, is_out_of_memory
+from depthgauge.base.format import counted
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
-from depthgauge.errors import install_command, is_out_of_memory
-from depthgauge.progress import Step, silent
 from depthgauge.recovery.divergence import APART, SELECT, Pair, trained_alone
 from depthgauge.results.record import finite
 from depthgauge.results.recover_options import Amount

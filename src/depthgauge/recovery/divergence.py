@@ -14,12 +14,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint
 from depthgauge.checkpoints.model_output import model_output, no_cache, window_losses
 from depthgauge.checkpoints.samples import Inputs, as_samples, shortened
 from depthgauge.checkpoints.window_batches import WindowBatches
-from depthgauge.errors import InputError
 
 ENTRIES = {"cpu": 2**22, "cuda": 2**26}
 """The most logits that exist at once for each of the two models."""

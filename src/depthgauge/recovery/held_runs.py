@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int, UInt64
 from torch import Tensor
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
 
 RUN = 32
 """Tokens that a text may not share with a held window, one after the other; fewer if windows are shorter."""

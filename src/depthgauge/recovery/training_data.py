@@ -16,8 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge._format import counted
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
+from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.hub_data import HubData, find_general, hub_documents
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import CheckpointError, quiet
@@ -29,8 +31,6 @@ from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.checkpoints.windows import chat_text, derived_seed, drop_repeated, surround, tokenize_text
-from depthgauge.errors import InputError
-from depthgauge.progress import Step, no_message, silent
 from depthgauge.recovery.held_runs import HeldRuns
 
 PREFIX_SHARE, LEAST_PREFIX = 8, 8

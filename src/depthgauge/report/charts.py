@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from depthgauge._format import number, printable
+from depthgauge.base.format import number, printable
 
 Figure = dict[str, Any]
 

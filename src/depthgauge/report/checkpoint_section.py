@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from depthgauge._format import DASH, counted, number
+from depthgauge.base.format import DASH, counted, number
 from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hovering, log_axis, names_axis
 from depthgauge.report.markup import Table, capital, percent
 from depthgauge.report.page_parts import Measure, PagePart, head_part, heat_map, present, residual_part

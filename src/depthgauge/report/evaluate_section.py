@@ -1,6 +1,6 @@
 """The page of an evaluation: the accuracy on each task, what changed from the first model, and the perplexities."""
 
-from depthgauge._format import counted, duration, number, short
+from depthgauge.base.format import counted, duration, number, short
 from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering, label, single
 from depthgauge.report.markup import Table, capital, command_line, settings_table
 from depthgauge.report.page_parts import Page, PagePart, Section, present

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge._format import DASH, printable
+from depthgauge.base.format import DASH, printable
 
 
 def capital(text: str) -> str:

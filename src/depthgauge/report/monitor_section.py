@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from depthgauge._format import counted, duration, number
+from depthgauge.base.format import counted, duration, number
 from depthgauge.report.charts import (
     LEGEND,
     MEASURED,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, counted, number, printable, ranges, short
+from depthgauge.base.format import DASH, counted, number, printable, ranges, short
 from depthgauge.report.charts import MEASURED, PROVED, Chart, Figure, figure, hovering, label, log_axis, on_log, single
 from depthgauge.report.markup import Cell, Table, percent, span
 from depthgauge.report.page_parts import Measure, PagePart, head_part, present, residual_part

@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from depthgauge._format import counted, number, printable
+from depthgauge.base.format import counted, number, printable
 from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
 from depthgauge.report.evaluate_section import evaluate_page
 from depthgauge.report.markup import command_line, settings_table

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.report.charts import Chart, HeatMap, View, figure, hovering, log_axis, names_axis
 from depthgauge.report.markup import Table, percent
 from depthgauge.results.checkpoint_subject import CheckpointLayer

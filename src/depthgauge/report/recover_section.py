@@ -1,6 +1,6 @@
 """The page of a recovered checkpoint: the curve of the training, and the losses on texts that were kept apart."""
 
-from depthgauge._format import duration, number, size_text
+from depthgauge.base.format import duration, number, size_text
 from depthgauge.report.charts import MEASURED, Figure, figure, hovering, single
 from depthgauge.report.evaluate_section import evaluate_parts
 from depthgauge.report.markup import Table, capital, command_line, settings_table

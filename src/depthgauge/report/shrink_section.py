@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, counted, duration, number, ranges, short
+from depthgauge.base.format import DASH, counted, duration, number, ranges, short
 from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering, label, names_axis, single
 from depthgauge.report.evaluate_section import evaluate_parts
 from depthgauge.report.markup import Table, capital, command_line, settings_table

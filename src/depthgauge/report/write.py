@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import is_special, write_text
-from depthgauge.errors import InputError, missing_extra, require_path, require_type
+from depthgauge.base.errors import InputError, missing_extra, require_path, require_type
+from depthgauge.base.io import is_special, write_text
 from depthgauge.report.page import Shown, render, render_page
 from depthgauge.report.shrink_section import shrink_page
 from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, EvaluateRecord, check_evaluate

@@ -1,6 +1,6 @@
 """Typed records of everything a verb returns, with the labels and verdicts shown to people."""
 
-from depthgauge._lazy import lazy_names
+from depthgauge.base.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(__name__, __file__)
 

@@ -1,6 +1,3 @@
-from depthgauge.certificates.certificate import Certificate as Certificate
-from depthgauge.depth.effective import Depth as Depth
-from depthgauge.measures.profile import Profile as Profile
 from depthgauge.monitor.alarms import AlarmError as AlarmError
 from depthgauge.report.write import write_report as write_report
 from depthgauge.results.evaluate_options import EvaluateOptions as EvaluateOptions
@@ -15,6 +12,9 @@ from depthgauge.results.recover_options import RecoverOptions as RecoverOptions
 from depthgauge.results.recover_record import RecoverRecord as RecoverRecord
 from depthgauge.results.shrink_record import PlanRecord as PlanRecord
 from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
+from depthgauge.theory.certificates.certificate import Certificate as Certificate
+from depthgauge.theory.depth.effective import Depth as Depth
+from depthgauge.theory.measures.profile import Profile as Profile
 from depthgauge.workflows.gauge import GaugeResult as GaugeResult
 from depthgauge.workflows.gauge import load_result as load_result
 from depthgauge.workflows.recover import RecoverResult as RecoverResult

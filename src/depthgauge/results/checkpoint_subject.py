@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from depthgauge._format import counted
+from depthgauge.base.format import counted
 from depthgauge.results.network_subject import GaugedSubject, Residual, residual_columns
 from depthgauge.results.record import Count, Measured, Number, Record
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from depthgauge._format import duration, size_text
+from depthgauge.base.format import duration, size_text
 from depthgauge.results.record import Count, Number, Record
 
 PLAN, MEMORY, DIRECTORY, GGUF = "plan", "memory", "directory", "gguf"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from depthgauge._format import number
-from depthgauge._frames import frame
+from depthgauge.base.format import number
+from depthgauge.base.frames import frame
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, read
 

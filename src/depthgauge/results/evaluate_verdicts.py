@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from depthgauge._format import DASH, counted, number
+from depthgauge.base.format import DASH, counted, number
 from depthgauge.results.evaluate_record import AccuracyRecord, EvaluatedTask, EvaluateRecord
 
 ITEM_ASSUMPTION = (

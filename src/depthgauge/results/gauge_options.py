@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from depthgauge.errors import InputError, require_count, require_radius, require_seed, unknown_name
+from depthgauge.base.errors import InputError, require_count, require_radius, require_seed, unknown_name
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, EXPERT, WHAT_IFS
 from depthgauge.results.record import Record, combine_options
 

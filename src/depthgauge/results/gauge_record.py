@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgauge._frames import frame, html_facts
-from depthgauge.errors import unknown_name
+from depthgauge.base.errors import unknown_name
+from depthgauge.base.frames import frame, html_facts
 from depthgauge.results.checkpoint_subject import CheckpointSubject
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import GaugeSettings

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean as mean
 
-from depthgauge._format import counted, number, ranges
+from depthgauge.base.format import counted, number, ranges
 from depthgauge.results.monitor_record import MonitorRecord, ProbedLayer
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from depthgauge.errors import InputError, require_count, require_positive
+from depthgauge.base.errors import InputError, require_count, require_positive
 from depthgauge.results.record import Record
 
 

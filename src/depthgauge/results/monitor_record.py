@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from depthgauge._format import counted
-from depthgauge._frames import frame
-from depthgauge.errors import require_path
+from depthgauge.base.errors import require_path
+from depthgauge.base.format import counted
+from depthgauge.base.frames import frame
 from depthgauge.results.monitor_options import MonitorSettings
 from depthgauge.results.record import Count, Measured, Record, ResultError, check_schema, load_document, read
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.results.labels import CENTERS, NORMS
 from depthgauge.results.record import Count, Measured, Number, Record
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NoReturn, SupportsFloat, TypeVar
 
 import msgspec
 
-from depthgauge._format import number, short
-from depthgauge._frames import html_facts
-from depthgauge.errors import InputError, require_options, require_path, unknown_name
+from depthgauge.base.errors import InputError, require_options, require_path, unknown_name
+from depthgauge.base.format import number, short
+from depthgauge.base.frames import html_facts
 
 Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A finite number."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from depthgauge.errors import InputError, require_seed
+from depthgauge.base.errors import InputError, require_seed
 from depthgauge.results.gauge_options import check_common
 from depthgauge.results.record import Record, combine_options
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import Count, Measured, Number, Record, check_schema, read
 from depthgauge.results.recover_options import RecoverOptions

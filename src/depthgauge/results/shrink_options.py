@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from depthgauge._format import counted
-from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
+from depthgauge.base.errors import InputError, require_positive, require_seed, unknown_name
+from depthgauge.base.format import counted
 from depthgauge.results.gauge_options import BOTH, ONE_BY_ONE, STACKS, check_common, refuse_other_inputs
 from depthgauge.results.record import Record, combine_options
 from depthgauge.results.recover_options import AUTO, OFF, amount_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from depthgauge._format import counted, number
-from depthgauge._frames import frame
-from depthgauge.errors import unknown_name
+from depthgauge.base.errors import unknown_name
+from depthgauge.base.format import counted, number
+from depthgauge.base.frames import frame
 from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.evaluate_record import EvaluateRecord

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean
 
-from depthgauge._format import DASH, counted, duration, number, ranges, size_text
+from depthgauge.base.format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.labels import of_stack
 from depthgauge.results.recover_record import RecoveredText, RecoverRecord, RecoveryRecord
 from depthgauge.results.shrink_record import (

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from depthgauge._format import counted, number
+from depthgauge.base.format import counted, number
 from depthgauge.results.checkpoint_subject import (
     LEAST_WINDOWS,
     CheckpointSubject,

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import size_text
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import size_text
 from depthgauge.checkpoints.block_lists import blocks_of, with_stack
 from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, read_kind
 from depthgauge.checkpoints.load import Checkpoint, Placement, wrap
 from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
-from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord

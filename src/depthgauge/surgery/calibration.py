@@ -17,15 +17,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.errors import InputError
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_samples import ordinary_tokens, sample_windows
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import derived_seed, drop_repeated, surround
-from depthgauge.errors import InputError
-from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import GIVEN, CalibrationRecord, SourceRecord
 from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts
 

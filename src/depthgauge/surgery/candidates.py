@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._io import write_tensors
+from depthgauge.base.io import write_tensors
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.recovery.distillation import TrainingMemoryError

@@ -19,14 +19,14 @@ from jaxtyping import Float
 from scipy import special
 from torch import Tensor
 
-from depthgauge._ranks import ALONE, Ranks
+from depthgauge.base.errors import InputError
+from depthgauge.base.progress import Step, silent
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.model_output import accuracy, model_output, window_losses
 from depthgauge.checkpoints.window_batches import WindowBatches
-from depthgauge.errors import InputError
-from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
     GuaranteeRecord,
     LabelAccuracy,

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted
-from depthgauge._records import ArrayRecord
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import (
@@ -27,7 +28,6 @@ from depthgauge.checkpoints.windows import (
     surround,
     tokenize_text,
 )
-from depthgauge.errors import InputError
 
 PARTS = ("fit", "select", "certify")
 SHOWN_WINDOWS = 24

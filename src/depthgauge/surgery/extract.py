@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgauge._format import counted
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import NAME as OBSERVED
@@ -23,7 +24,6 @@ from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.stored_weights import stored_tensors
 from depthgauge.checkpoints.stream import Stream
-from depthgauge.errors import InputError
 from depthgauge.surgery.write_model import ALIGNED
 
 PER_LAYER = (

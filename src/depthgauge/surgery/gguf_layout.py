@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from depthgauge._format import counted
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError
 from depthgauge.surgery.output_names import WRITTEN, check_gguf_output
 
 FALLBACK = "Q8_0"

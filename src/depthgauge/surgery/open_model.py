@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import counted
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
@@ -34,7 +35,6 @@ from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.text_files import find_texts
 from depthgauge.checkpoints.windows import require_rows
-from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from depthgauge._journal import RECORD, Journal
+from depthgauge.base.errors import InputError, unknown_name
+from depthgauge.base.journal import RECORD, Journal
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.shrink_options import ShrinkOptions
 
 WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from depthgauge._format import size_text
+from depthgauge.base.format import size_text
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.layers import batch_size

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import counted
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.scores import angular_distance, block_influence

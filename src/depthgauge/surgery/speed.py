@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted, number
+from depthgauge.base.format import counted, number
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.checkpoints.memory import free_memory

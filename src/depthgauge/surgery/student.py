@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._journal import Journal
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Durations, Step, silent
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs
-from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge._format import counted, number
+from depthgauge.base.errors import InputError, VerificationError
+from depthgauge.base.format import counted, number
 from depthgauge.checkpoints.load import OF_HEAD, Checkpoint, context_length, wrap
 from depthgauge.checkpoints.model_output import model_output, no_cache, pooled
 from depthgauge.checkpoints.samples import Inputs, as_samples
-from depthgauge.errors import InputError, VerificationError
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery.certify import as_dtype
 from depthgauge.surgery.fresh_process import digests, generations, prompt_of

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge._format import counted, number, one_line
+from depthgauge.base.errors import InputError, VerificationError, install_command
+from depthgauge.base.format import counted, number, one_line
 from depthgauge.checkpoints.load import context_length
 from depthgauge.checkpoints.model_output import decoded
-from depthgauge.errors import InputError, VerificationError, install_command
 from depthgauge.results.shrink_record import SpeedRecord
 from depthgauge.surgery import speed
 from depthgauge.surgery.paired_times import PairedTimes

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import counted, number
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted, number
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import NotDerivedError, kind_of, traced_runner
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
@@ -14,7 +15,6 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.probe import relative_difference, rounding_tolerance
 from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, shortened
-from depthgauge.errors import InputError
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.fresh_process import generations, prompt_of
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import counted
 from depthgauge._version import __version__
+from depthgauge.base.errors import VerificationError
+from depthgauge.base.format import counted
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Placement, load_model
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import VerificationError
-from depthgauge.progress import Step
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout, gguf
 
 NOT_PER_LAYER = ("rope.dimension_sections", "classifier.output_labels")

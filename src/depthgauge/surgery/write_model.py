@@ -18,11 +18,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from depthgauge._format import size_text
-from depthgauge._journal import RECORD
+from depthgauge.base.errors import InputError, OutputError, require_path
+from depthgauge.base.format import size_text
+from depthgauge.base.journal import RECORD
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.source import PICKLED, Source
-from depthgauge.errors import InputError, OutputError, require_path
 
 ALIGNED = "alignment_heads"
 """The setting of generation with pairs of a decoder block and a head, which find the times of words."""

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import contiguous, number, ranges
-from depthgauge._journal import RECORD, Journal
+from depthgauge.base.format import contiguous, number, ranges
+from depthgauge.base.journal import RECORD, Journal
+from depthgauge.base.progress import Durations
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.source import Source, weight_bytes
-from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
 from depthgauge.results.gauge_options import BOTH

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from depthgauge._format import counted
-from depthgauge._io import atomic_file
-from depthgauge._journal import Journal
+from depthgauge.base.format import counted
+from depthgauge.base.io import atomic_file
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Durations
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.samples import as_samples
-from depthgauge.progress import Durations
 from depthgauge.results.shrink_record import LLAMA, BeforeAfter, ReloadRecord, ShrinkRecord
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout

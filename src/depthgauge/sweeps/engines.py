@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from depthgauge._version import __version__
-from depthgauge.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
-from depthgauge.linalg.threads import threads_for
+from depthgauge.base.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, CellOutcome
+from depthgauge.theory.linalg.threads import threads_for
 
 ENGINES = ("local", "dask")
 CONNECT_SECONDS = 4

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError, require_count, unknown_name
+from depthgauge.base.errors import InputError, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, canonical_json
 from depthgauge.sweeps.parameters import Task, check_parameters
 

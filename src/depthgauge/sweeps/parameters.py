@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.base.errors import InputError, require_count, require_positive, require_seed, unknown_name
 from depthgauge.sweeps.cells import Cell
 
 Check = Callable[[str, Any], Any]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from depthgauge._io import write_text
-from depthgauge._lock import holder_of
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
+from depthgauge.base.io import write_text
+from depthgauge.base.lock import holder_of
 from depthgauge.sweeps.cells import Cell, CellOutcome
 from depthgauge.sweeps.store import Store, lock_path, run_lock
 from depthgauge.sweeps.sweep_records import GridProgress, SweepRows, SweepStatus

@@ -6,9 +6,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from depthgauge._format import counted
-from depthgauge.errors import InterruptedRunError
-from depthgauge.progress import Step, silent
+from depthgauge.base.errors import InterruptedRunError
+from depthgauge.base.format import counted
+from depthgauge.base.progress import Step, silent
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Engine, EngineError, Local
 from depthgauge.sweeps.grid import Grid

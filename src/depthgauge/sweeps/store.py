@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from depthgauge._io import require_folder, write_atomically
-from depthgauge._lock import file_lock
-from depthgauge.errors import InputError, OutputError, require_path
+from depthgauge.base.errors import InputError, OutputError, require_path
+from depthgauge.base.io import require_folder, write_atomically
+from depthgauge.base.lock import file_lock
 from depthgauge.sweeps.cells import Cell, CellOutcome, canonical_json
 
 APPLICATION_ID = 0x64677377  # "dgsw"

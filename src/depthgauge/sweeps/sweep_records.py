@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from depthgauge._format import counted, short
-from depthgauge._frames import frame, html_table
-from depthgauge._lock import Holder
+from depthgauge.base.format import counted, short
+from depthgauge.base.frames import frame, html_table
+from depthgauge.base.lock import Holder
 from depthgauge.sweeps.cells import canonical_json
 from depthgauge.sweeps.store import Count, StoredRow
 

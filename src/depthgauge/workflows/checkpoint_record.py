@@ -14,7 +14,6 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.scores import spearman
-from depthgauge.measures.residuals import SampleResiduals, residual_record
 from depthgauge.results.checkpoint_subject import (
     CheckpointHead,
     CheckpointLayer,
@@ -31,6 +30,7 @@ from depthgauge.results.labels import EXPERT, SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
 from depthgauge.results.verdicts import checkpoint_verdict
+from depthgauge.theory.measures.residuals import SampleResiduals, residual_record
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
 """The statistics of a head that are copied to its record."""

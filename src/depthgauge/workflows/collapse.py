@@ -6,17 +6,17 @@ from pathlib import Path
 import msgspec
 from safetensors.torch import save_file
 
-from depthgauge._io import write_atomically
-from depthgauge.certificates.certificate import Certificate, certify, check_request
-from depthgauge.certificates.printed import printed_bound
-from depthgauge.certificates.token_set import Tokens
-from depthgauge.depth.methods import collapse
-from depthgauge.errors import unknown_name
-from depthgauge.network.files import load_network, save_network
-from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.progress import Step, silent
+from depthgauge.base.errors import unknown_name
+from depthgauge.base.io import write_atomically
+from depthgauge.base.progress import Step, silent
 from depthgauge.results.network_subject import CollapseRecord
-from depthgauge.surrogates.closed_forms import METHODS
+from depthgauge.theory.certificates.certificate import Certificate, certify, check_request
+from depthgauge.theory.certificates.printed import printed_bound
+from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.network.files import load_network, save_network
+from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.surrogates.closed_forms import METHODS
 
 
 @dataclass(frozen=True, eq=False)

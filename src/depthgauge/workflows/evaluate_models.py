@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import counted
-from depthgauge._journal import RECORD
 from depthgauge._version import __version__
+from depthgauge.base.format import counted
+from depthgauge.base.journal import RECORD
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.cloze import ClozeText, cloze_items
 from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.library import CheckpointError, transformers
@@ -24,7 +25,6 @@ from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.task_names import lm_eval
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, window_losses
-from depthgauge.progress import Step
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
 from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import check_outputs, write_text
-from depthgauge._journal import Journal
-from depthgauge._ranks import ALONE, Ranks
 from depthgauge._version import __version__
+from depthgauge.base.errors import InputError, OutputError
+from depthgauge.base.io import check_outputs, write_text
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Step, no_message, silent
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.text_files import input_paths
-from depthgauge.errors import InputError, OutputError
-from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options

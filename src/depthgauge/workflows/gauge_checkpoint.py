@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge._journal import Journal
-from depthgauge._ranks import ALONE, Ranks
 from depthgauge._version import __version__
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Step
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.block_runner import BlockRunner, tokens_of
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
@@ -46,7 +47,6 @@ from depthgauge.checkpoints.what_if import Edit, Edits, edited_losses, layers_of
 from depthgauge.checkpoints.window_observer import observe_blocks, observe_window
 from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.monitor.undisturbed import undisturbed
-from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings

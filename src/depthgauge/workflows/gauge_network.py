@@ -8,20 +8,20 @@ import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import duration, number
-from depthgauge.certificates.certificate import certify
-from depthgauge.certificates.printed import printed_bound
-from depthgauge.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
-from depthgauge.linalg.threads import threads_for
-from depthgauge.measures.profile import measure
-from depthgauge.network.inputs import load_inputs, uniform_inputs
-from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.progress import Step
+from depthgauge.base.format import duration, number
+from depthgauge.base.progress import Step
 from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOptions, GaugeSettings
 from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, Sandwich
 from depthgauge.results.verdicts import network_verdict
-from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
-from depthgauge.surrogates.wide_block import needs_tokens
+from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.certificates.printed import printed_bound
+from depthgauge.theory.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
+from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.measures.profile import measure
+from depthgauge.theory.network.inputs import load_inputs, uniform_inputs
+from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
+from depthgauge.theory.surrogates.wide_block import needs_tokens
 from depthgauge.workflows.target import Target
 
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import TextFile, find_text
-from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import CHECKPOINTS, ONE_BY_ONE, GaugeOptions, chosen_kinds
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.workflows.target import Target

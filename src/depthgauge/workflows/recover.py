@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import check_outputs
-from depthgauge._journal import Journal
-from depthgauge._ranks import ALONE, Ranks
+from depthgauge.base.errors import InputError, require_type
+from depthgauge.base.io import check_outputs
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Step, no_message, silent
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import find_texts, input_paths
-from depthgauge.errors import InputError, require_type
-from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.recover_options import RecoverOptions, make_recover_options

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._journal import RECORD, Journal
 from depthgauge._version import __version__
+from depthgauge.base.errors import InputError
+from depthgauge.base.journal import RECORD, Journal
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import (
     Checkpoint,
@@ -27,8 +29,6 @@ from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import WINDOW, require_rows
-from depthgauge.errors import InputError
-from depthgauge.progress import Step
 from depthgauge.recovery.divergence import require_pair
 from depthgauge.recovery.recover_model import trained_weights
 from depthgauge.results.evaluate_options import EvaluateOptions

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from depthgauge._io import write_tensors
-from depthgauge._journal import Journal
+from depthgauge.base.io import write_tensors
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Step
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.progress import Step
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData, training_data
 from depthgauge.results.recover_options import Amount

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from depthgauge._format import counted
-from depthgauge._io import check_outputs
-from depthgauge._journal import Journal
-from depthgauge._ranks import ALONE, Ranks
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import counted
+from depthgauge.base.io import check_outputs
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Step, no_message, silent
+from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.hub_data import find_general
@@ -18,8 +20,6 @@ from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
 from depthgauge.checkpoints.text_files import find_texts, input_paths
-from depthgauge.errors import InputError
-from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import check_page, sizes_page_text, write_report
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.evaluate_options import split_tasks

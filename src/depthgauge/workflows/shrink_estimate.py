@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from depthgauge._format import duration
+from depthgauge.base.format import duration
 from depthgauge.checkpoints.dense_states import STATES_SHARE
 from depthgauge.checkpoints.given_inputs import prepared
 from depthgauge.checkpoints.given_windows import GivenWindows

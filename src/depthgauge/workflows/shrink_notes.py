@@ -1,6 +1,6 @@
 """Remarks on a shrunk model in its record."""
 
-from depthgauge._format import counted
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.load import BY_TARGETS
 from depthgauge.results.shrink_record import ShrinkRecord
 from depthgauge.results.shrink_verdicts import objective_label

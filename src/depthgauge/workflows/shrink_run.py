@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import duration, size_text
-from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.base.errors import InputError
+from depthgauge.base.format import duration, size_text
+from depthgauge.base.journal import Journal
+from depthgauge.base.progress import Durations, Step
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
@@ -26,8 +28,6 @@ from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
-from depthgauge.errors import InputError
-from depthgauge.progress import Durations, Step
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.estimate_record import GGUF, EstimateRecord

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError, InterruptedRunError, require_path
+from depthgauge.base.errors import InputError, InterruptedRunError, require_path
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.progress import Step, silent
 from depthgauge.sweeps.engines import choose_engine
 from depthgauge.sweeps.grid import Grid, parse_grid, read_grid
 from depthgauge.sweeps.read import read_rows, read_status

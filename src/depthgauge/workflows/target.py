@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from depthgauge.base.errors import InputError, require_type
 from depthgauge.checkpoints.hub import parse_hub_name
-from depthgauge.errors import InputError, require_type
 from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
 
 if TYPE_CHECKING:
-    from depthgauge.network.network import SelfAttentionNetwork
+    from depthgauge.theory.network.network import SelfAttentionNetwork
 
 SMALL_ETA, LARGE_ETA = 0.004, 0.4
 """Weight bounds η of the built-in pair."""
@@ -40,7 +40,7 @@ class Target:
 
     def networks(self) -> "tuple[SelfAttentionNetwork, ...]":
         """Return the networks to gauge; reads the network file."""
-        from depthgauge.network.files import load_network
+        from depthgauge.theory.network.files import load_network
 
         if self.network is not None:
             return (self.network,)
@@ -64,7 +64,7 @@ def resolve_target(target: Any) -> Target:
     if target is None:
         return Target(NETWORKS)
     if not isinstance(target, str | Path):
-        from depthgauge.network.network import SelfAttentionNetwork
+        from depthgauge.theory.network.network import SelfAttentionNetwork
 
         if isinstance(target, SelfAttentionNetwork):
             return Target(NETWORKS, target.name, network=target)
@@ -83,7 +83,7 @@ def resolve_target(target: Any) -> Target:
 
 def built_in_pair() -> "tuple[SelfAttentionNetwork, SelfAttentionNetwork]":
     """Return the same 12-layer network twice: with small weights, and with all weights a hundred times larger."""
-    from depthgauge.network.random_networks import random_network
+    from depthgauge.theory.network.random_networks import random_network
 
     large = random_network(layers=12, heads=2, dim=16, eta=LARGE_ETA, seed=0)
     small = large.rescale(SMALL_ETA)

@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from depthgauge.errors import OutputError
+from depthgauge.base.errors import OutputError
 from depthgauge.papers.figures.style import BLUE, ORDERED, VERMILION, save
 from depthgauge.papers.reproduce.separation_figures import PanelDrawing, Row, draw_sheet
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import depthgauge as dg
-from depthgauge.errors import MissingPackageError
+from depthgauge.base.errors import MissingPackageError
 from depthgauge.papers.ledger.finding import Finding, Findings, Witness
 from depthgauge.papers.ledger.registry import run, select
 from depthgauge.papers.ledger.story import MEANING, STUDY_MEANING, page

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import depthgauge as dg
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.ledger import corrected, layer_collapse, softmax_linear
 from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import ratio_text

@@ -10,19 +10,19 @@ from tiny_checkpoints import save_checkpoint
 from tiny_models import tiny_model, tokens
 from torch import nn
 
+from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_depth, switched
 from depthgauge.checkpoints.windows import drawn_windows
-from depthgauge.errors import InputError
-from depthgauge.measures.residuals import residual_size
 from depthgauge.papers.reproduce import catalog, rank_figure
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
 from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
 from depthgauge.papers.reproduce.rank_figure import RankStudy, depth_curves
 from depthgauge.papers.reproduce.study import Computing
+from depthgauge.theory.measures.residuals import residual_size
 
 
 def wide(name: str) -> Checkpoint:

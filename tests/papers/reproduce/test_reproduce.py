@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, OutputError
+from depthgauge.base.errors import DepthgaugeError, InputError, InterruptedRunError, OutputError
 from depthgauge.papers.reproduce import draw
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, FIGURES
 from depthgauge.papers.reproduce.draw import find_study

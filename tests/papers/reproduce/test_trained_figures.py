@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.reproduce import trained_figures
 from depthgauge.papers.reproduce.draw import find_study, reproduce
 from depthgauge.papers.reproduce.study import Computing

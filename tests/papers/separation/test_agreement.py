@@ -11,7 +11,7 @@ from dense_separation import inputs, rational_inputs, threshold
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.separation import decisions, regression
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.rows import rows

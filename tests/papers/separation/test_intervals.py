@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.separation.montecarlo import Estimate, wilson
 
 Z = NormalDist().inv_cdf(0.975)

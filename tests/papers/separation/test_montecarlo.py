@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.separation import montecarlo
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import conditions, estimate, wilson

@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.separation.panels import PANELS, PAPER_PANELS, SHEETS, grid, sheet
 from depthgauge.papers.separation.settings import CrossAttention, Regression, SelfAttention
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.probability import separate, separate_setting

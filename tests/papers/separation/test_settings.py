@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.separation.score_maps import parse_attention
 from depthgauge.papers.separation.settings import (
     CrossAttention,

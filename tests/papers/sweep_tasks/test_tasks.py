@@ -6,13 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from depthgauge.certificates.certificate import certify
-from depthgauge.depth.effective import effective_depth
-from depthgauge.depth.methods import collapse
-from depthgauge.linalg.norms import max_norm, residual
-from depthgauge.measures.profile import measure
-from depthgauge.network.inputs import uniform_inputs
-from depthgauge.network.random_networks import random_network
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.settings import CrossAttention
@@ -20,6 +13,13 @@ from depthgauge.papers.sweep_tasks.rank_collapse import SplitState, log_contract
 from depthgauge.papers.sweep_tasks.tasks import TASKS, plans_of
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import Grid
+from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.depth.effective import effective_depth
+from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.linalg.norms import max_norm, residual
+from depthgauge.theory.measures.profile import measure
+from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.random_networks import random_network
 
 NETWORK = {"eta": 0.05, "layers": 3, "heads": 2, "dim": 4}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from plain import plain_forward
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.trained_depth.bounded_models import (
     ModelShape,
     bounds_of,

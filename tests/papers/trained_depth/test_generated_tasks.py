@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.papers.trained_depth.generated_tasks import (
     GENERATED,
     bit_task,

@@ -20,7 +20,7 @@ from depthgauge.papers.trained_depth.output_bound import (
     readout_changes,
 )
 from depthgauge.papers.trained_depth.trained_records import examine
-from depthgauge.surrogates.closed_forms import closed_form
+from depthgauge.theory.surrogates.closed_forms import closed_form
 
 TASK = recall_task(pairs=2, keys=3, values=3)
 OPTIONS = TrainingOptions(steps=150, batch=32, test=300, rate=0.02)

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.problem import Problem, is_capturing
 from depthgauge.fast_attention.theory.bounds import Survey
 from depthgauge.fast_attention.triton.kernels import kernels

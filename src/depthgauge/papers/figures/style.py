@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from depthgauge._io import write_atomically
+from depthgauge.base.io import write_atomically
 
 BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
 """Colours of the Okabe–Ito palette, distinguishable with all common kinds of colour vision."""

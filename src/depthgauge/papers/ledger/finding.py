@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from depthgauge._format import counted, number, short
-from depthgauge._frames import frame, html_table
+from depthgauge.base.format import counted, number, short
+from depthgauge.base.frames import frame, html_table
 
 Verdict = Literal["holds", "fails", "misprint", "undecided"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "misprint", "undecided")

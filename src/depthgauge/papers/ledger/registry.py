@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, NoneType
 
-from depthgauge.errors import InputError, require_positive, require_type, unknown_name
-from depthgauge.linalg.threads import SMALL, threads_for
+from depthgauge.base.errors import InputError, require_positive, require_type, unknown_name
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.ledger.claim import Claim, Observed
 from depthgauge.papers.ledger.corrected import CLAIMS as CORRECTED
 from depthgauge.papers.ledger.finding import Finding, Findings
@@ -14,7 +14,7 @@ from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
 from depthgauge.papers.ledger.search import judge
 from depthgauge.papers.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 from depthgauge.papers.ledger.story import explain
-from depthgauge.progress import Step, silent
+from depthgauge.theory.linalg.threads import SMALL, threads_for
 
 PAPERS = ("A", "B", "ours")
 

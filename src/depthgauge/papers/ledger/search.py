@@ -14,7 +14,7 @@ import numpy as np
 from numpy.random import Generator as Random
 from numpy.random import default_rng
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, Value, precise, to_exact, to_float, to_floats
 from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Misprint, Observed, Relation, Size
 from depthgauge.papers.ledger.finding import Witness

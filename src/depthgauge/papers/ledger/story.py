@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Misprint, Observed
 from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from depthgauge.errors import InputError, MissingPackageError, install_command, unknown_name
+from depthgauge.base.errors import InputError, MissingPackageError, install_command, unknown_name
 
 if TYPE_CHECKING:
     from depthgauge.papers.reproduce.study import Study

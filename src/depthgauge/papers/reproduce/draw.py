@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge._format import counted
-from depthgauge._io import require_folder, write_text
 from depthgauge._version import __version__
-from depthgauge.errors import InputError, OutputError, require_count, require_seed
+from depthgauge.base.errors import InputError, OutputError, require_count, require_seed
+from depthgauge.base.format import counted
+from depthgauge.base.io import require_folder, write_text
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, find_figure
 from depthgauge.papers.reproduce.study import Computing, Study
-from depthgauge.progress import Step, silent
 from depthgauge.sweeps.engines import Engine
 from depthgauge.sweeps.sweep_records import to_csv
 

@@ -13,16 +13,16 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
+from depthgauge.base.errors import MissingPackageError
+from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, residual_by_depth
 from depthgauge.checkpoints.windows import drawn_windows
-from depthgauge.errors import MissingPackageError
 from depthgauge.papers.figures.style import BLUE, FAINT, GREEN, INK, LAYER, MARKERS, VERMILION, figure_style
 from depthgauge.papers.reproduce.catalog import MINILM
 from depthgauge.papers.reproduce.study import Computing, Study
-from depthgauge.progress import Step, silent
 
 FLOOR = 1e-15
 """Ratios below this are rounding errors of float64."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from depthgauge.errors import DepthgaugeError
+from depthgauge.base.errors import DepthgaugeError
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.progress import Step, silent
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Engine
 from depthgauge.sweeps.grid import Grid

@@ -18,8 +18,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from depthgauge.papers.figures.style import DASHED, DOTTED, ETA, FAINT, FIVE, INK, figure_style
 from depthgauge.papers.reproduce.study import GridStudy, Results
-from depthgauge.surrogates.closed_forms import CLOSED_FORMS
 from depthgauge.sweeps.grid import Grid
+from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS
 
 Bands = Mapping[str, tuple[Sequence[float], Sequence[float], float]]
 """For every method: the lower and the upper bound on its error at every η, and the slope of the lower bound."""

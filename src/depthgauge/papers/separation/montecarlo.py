@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool
 
-from depthgauge.errors import InputError, require_count
+from depthgauge.base.errors import InputError, require_count
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.separation import decisions, regression
 from depthgauge.papers.separation.sampling import draw_attention, draw_regression
 from depthgauge.papers.separation.settings import Regression, Setting
-from depthgauge.progress import Step, silent
 
 _ENTRIES_AT_ONCE = 2**20
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from depthgauge.errors import unknown_name
+from depthgauge.base.errors import unknown_name
 from depthgauge.papers.separation.settings import Setting, build_setting
 
 

@@ -3,12 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from depthgauge._format import counted
-from depthgauge._frames import frame, html_table
+from depthgauge.base.format import counted
+from depthgauge.base.frames import frame, html_table
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.separation.exact import ExactProbabilities, exact
 from depthgauge.papers.separation.montecarlo import Estimate, estimate, wilson
 from depthgauge.papers.separation.settings import Regression, Setting, build_setting
-from depthgauge.progress import Step, silent
 
 
 @dataclass(frozen=True, repr=False)

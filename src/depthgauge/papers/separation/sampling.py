@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Float, Int, Int8, UInt64
 
-from depthgauge._records import ArrayRecord
-from depthgauge.errors import require_seed
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.errors import require_seed
 from depthgauge.papers.separation.settings import AttentionSetting, Regression, Setting
 
 _WORDS_PER_COUNTER = 4  # Philox-4×64 produces four words per counter value

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from flint import arb, fmpq
 
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.base.errors import InputError, unknown_name
 
 
 @dataclass(frozen=True)

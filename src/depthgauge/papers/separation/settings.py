@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
-from depthgauge.errors import InputError, require_count, require_type, unknown_name
+from depthgauge.base.errors import InputError, require_count, require_type, unknown_name
 from depthgauge.papers.separation.score_maps import ScoreMap, parse_attention
 
 Dataset = Literal[0, 1]

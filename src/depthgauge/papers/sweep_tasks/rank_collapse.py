@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.linalg.norms import Center, center_row, composite_norm, max_norm
-from depthgauge.linalg.signs import sign_norm_up
-from depthgauge.network.network import Layer, SelfAttentionNetwork
+from depthgauge.theory.linalg.norms import Center, center_row, composite_norm, max_norm
+from depthgauge.theory.linalg.signs import sign_norm_up
+from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 
 
 @dataclass(frozen=True)

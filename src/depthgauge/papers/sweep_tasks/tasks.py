@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge.certificates.certificate import EFFORTS, certify
-from depthgauge.certificates.printed import log_dong_rate, printed_bound
-from depthgauge.depth.effective import effective_depth
-from depthgauge.depth.methods import collapse
-from depthgauge.errors import InputError
+from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.attention import attention_plan
 from depthgauge.fast_attention.plan import HeadPlan
 from depthgauge.fast_attention.theory.cost import feature_count
 from depthgauge.fast_attention.theory.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
-from depthgauge.linalg.norms import composite_norm, max_norm
-from depthgauge.measures.heads import weight_sizes
-from depthgauge.network.inputs import uniform_inputs
-from depthgauge.network.network import NORMS, SelfAttentionNetwork, softmax_attention
-from depthgauge.network.random_networks import DISTRIBUTIONS, random_network
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.settings import Regression, Setting, build_setting
@@ -32,7 +23,6 @@ from depthgauge.papers.trained_depth.experiment import DEFAULTS, UNBOUNDED, memb
 from depthgauge.papers.trained_depth.generated_tasks import GENERATED, find_task
 from depthgauge.papers.trained_depth.trained_records import examine
 from depthgauge.results.record import finite
-from depthgauge.surrogates.closed_forms import METHODS, drift_matrix, refusal
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.parameters import (
     SEED,
@@ -48,6 +38,16 @@ from depthgauge.sweeps.parameters import (
     positive,
     text,
 )
+from depthgauge.theory.certificates.certificate import EFFORTS, certify
+from depthgauge.theory.certificates.printed import log_dong_rate, printed_bound
+from depthgauge.theory.depth.effective import effective_depth
+from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.linalg.norms import composite_norm, max_norm
+from depthgauge.theory.measures.heads import weight_sizes
+from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.network import NORMS, SelfAttentionNetwork, softmax_attention
+from depthgauge.theory.network.random_networks import DISTRIBUTIONS, random_network
+from depthgauge.theory.surrogates.closed_forms import METHODS, drift_matrix, refusal
 
 _NETWORK = {
     "eta": Parameter(positive("η, the largest |weight|")),

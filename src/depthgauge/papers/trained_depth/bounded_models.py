@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from depthgauge._records import ArrayRecord
-from depthgauge.errors import InputError, require_count, unknown_name
-from depthgauge.linalg.rounding import largest_not_above
-from depthgauge.network.network import NORM_EPSILON, Layer, Mlp, SelfAttentionNetwork
+from depthgauge.base.array_record import ArrayRecord
+from depthgauge.base.errors import InputError, require_count, unknown_name
 from depthgauge.papers.trained_depth.generated_tasks import GeneratedTask
+from depthgauge.theory.linalg.rounding import largest_not_above
+from depthgauge.theory.network.network import NORM_EPSILON, Layer, Mlp, SelfAttentionNetwork
 
 Weights = dict[str, Tensor]
 EMBEDDING = 0.5

@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from depthgauge._format import counted
-from depthgauge._io import write_tensors
-from depthgauge.errors import (
+from depthgauge.base.errors import (
     InputError,
     require_count,
     require_options,
@@ -31,6 +29,9 @@ from depthgauge.errors import (
     require_seed,
     require_type,
 )
+from depthgauge.base.format import counted
+from depthgauge.base.io import write_tensors
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.trained_depth.bounded_models import (
     BoundedModel,
     ModelShape,
@@ -43,7 +44,6 @@ from depthgauge.papers.trained_depth.bounded_models import (
     take_model,
 )
 from depthgauge.papers.trained_depth.generated_tasks import GeneratedTask, find_task
-from depthgauge.progress import Step, silent
 
 CHUNK = 32
 """Training data are drawn for this many steps at once."""

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from depthgauge.errors import InputError, require_count, unknown_name
+from depthgauge.base.errors import InputError, require_count, unknown_name
 
 Tokens = Int64[Tensor, "samples n"]
 Labels = Int64[Tensor, " samples"]

@@ -18,20 +18,20 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from depthgauge.certificates.box import BoxBounds
-from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.proof import prove_upper
-from depthgauge.certificates.token_bounds import TokenBounds
-from depthgauge.certificates.token_proof import token_proof
-from depthgauge.certificates.token_set import Tokens
-from depthgauge.errors import require_type
-from depthgauge.linalg.enclosures import Enclosure
-from depthgauge.linalg.rounding import nonnegative_matmul_up, tanh_up, up
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.base.errors import require_type
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
-from depthgauge.surrogates.closed_forms import closed_form, refusal
-from depthgauge.surrogates.expansion import Expansion
-from depthgauge.surrogates.wide_block import needs_tokens
+from depthgauge.theory.certificates.box import BoxBounds
+from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
+from depthgauge.theory.certificates.proof import prove_upper
+from depthgauge.theory.certificates.token_bounds import TokenBounds
+from depthgauge.theory.certificates.token_proof import token_proof
+from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.rounding import nonnegative_matmul_up, tanh_up, up
+from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.surrogates.closed_forms import closed_form, refusal
+from depthgauge.theory.surrogates.expansion import Expansion
+from depthgauge.theory.surrogates.wide_block import needs_tokens
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""

@@ -4,15 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from depthgauge.certificates.token_set import Tokens
-from depthgauge.depth.effective import (
-    Choice,
-    FoldBounds,
-    TokenFolds,
-    measured_depth,
-    proved_depth,
-    shallower,
-)
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
 from depthgauge.papers.trained_depth.output_bound import (
@@ -27,7 +18,16 @@ from depthgauge.papers.trained_depth.output_bound import (
     permitted_change,
     readout_changes,
 )
-from depthgauge.surrogates.closed_forms import refusal
+from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.effective import (
+    Choice,
+    FoldBounds,
+    TokenFolds,
+    measured_depth,
+    proved_depth,
+    shallower,
+)
+from depthgauge.theory.surrogates.closed_forms import refusal
 
 WITHIN = 0.01
 """Depths are least numbers of layers that keep every class probability (proved), or the accuracy (measured), within

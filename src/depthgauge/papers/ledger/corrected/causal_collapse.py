@@ -5,13 +5,13 @@ import math
 import numpy as np
 import torch
 
-from depthgauge.network.random_networks import random_network
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Observed
 from depthgauge.papers.ledger.corrected.exact_expansion import drawn
 from depthgauge.papers.ledger.formulas import scores, softm
 from depthgauge.papers.ledger.instances import searched, sizes
-from depthgauge.surrogates.closed_forms import closed_form
+from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.surrogates.closed_forms import closed_form
 
 ORDER = 3
 """The order in η of the error of the mean-field layer."""

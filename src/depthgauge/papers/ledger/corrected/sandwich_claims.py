@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import torch
 
-from depthgauge.certificates.certificate import certify
-from depthgauge.linalg.signs import scaled_spectral, sign_norm_up, sign_vectors
-from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.network.random_networks import random_network
 from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import Verdict
-from depthgauge.surrogates.closed_forms import closed_form, fold
+from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.linalg.signs import scaled_spectral, sign_norm_up, sign_vectors
+from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.surrogates.closed_forms import closed_form, fold
 
 _SHAPES = ((2, 1, 4, 0.01), (2, 1, 4, 0.2), (3, 2, 4, 0.05), (4, 2, 8, 0.01))
 """(layers, heads, dim, η) of the random networks."""

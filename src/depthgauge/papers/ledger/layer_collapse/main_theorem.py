@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Evaluation, Instance, Observed, Size
 from depthgauge.papers.ledger.formulas import attention, depth, layer, max_norm

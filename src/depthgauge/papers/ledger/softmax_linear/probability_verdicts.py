@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.papers.ledger.claim import Observed
 from depthgauge.papers.ledger.finding import Witness
 from depthgauge.papers.ledger.softmax_linear.sign_probabilities import (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from flint import arb, ctx, fmpz
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.papers.ledger.softmax_linear.dense_attention import NAMES
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.exact import exact

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from depthgauge._format import number
+from depthgauge.base.format import number
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Inequality, Observed, Relation
 from depthgauge.papers.ledger.softmax_linear.sign_probabilities import DELTA

@@ -1,0 +1,1 @@
+"""Self-attention networks: measures, surrogates, certificates, effective depth. Nothing about checkpoints."""

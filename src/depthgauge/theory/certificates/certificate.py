@@ -1,0 +1,282 @@
+"""`certify`: a proved upper bound on the distance of two networks, and a lower bound attained at an input."""
+
+import time
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.base.errors import InputError, require_count, require_radius, require_seed, require_type, unknown_name
+from depthgauge.base.format import counted, number
+from depthgauge.base.frames import html_facts
+from depthgauge.base.progress import Step, silent
+from depthgauge.theory.certificates.arb_values import difference_below
+from depthgauge.theory.certificates.attack import AttackOptions, attack
+from depthgauge.theory.certificates.box import BoxBounds
+from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
+from depthgauge.theory.certificates.proof import UpperBound, prove_upper
+from depthgauge.theory.certificates.token_attack import attack_tokens
+from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.certificates.verify.check import verify
+from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.network.network import SelfAttentionNetwork, require_network
+from depthgauge.theory.surrogates.wide_block import block_obstacle
+
+EFFORTS = ("default", "high")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Certificate(UpperBound):
+    """Both sides of sup ‖S(X) − S'(X)‖max over a set of inputs: `lower` ≤ sup ≤ `upper`.
+
+    Certificates compare by identity.
+
+    Attributes:
+        upper: the proved bound on exact outputs, with the rounding of the proof; None if no finite bound was found.
+        methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel" or "deletion".
+        notes: remarks on the upper bound.
+        share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
+        coordinate: the output coordinate with the largest upper bound.
+        lost_at: the layer at which the upper bound became infinite, or None.
+        seconds: the time of the upper bound.
+        proof: what `verify` needs to prove the upper bound again.
+        comparison: copies of S and S' in the precision in which the bounds were proved, the set, and the tokens.
+        lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
+        witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
+        attack_seconds: the time of the lower bound.
+        effort: "default" or "high", the effort of the proof.
+        exhaustive: whether every sequence of tokens was tried, so that `lower` is the largest error itself, up to the
+            rounding with which the sequences were compared.
+    """
+
+    comparison: Comparison
+    lower: float
+    witness: Float[Tensor, "n d"]
+    attack_seconds: float
+    effort: str
+    exhaustive: bool = False
+
+    @property
+    def network(self) -> SelfAttentionNetwork:
+        """A copy of S, in float64 on the CPU."""
+        return self.comparison.network
+
+    @property
+    def surrogate(self) -> SelfAttentionNetwork:
+        """A copy of S', in float64 on the CPU."""
+        return self.comparison.surrogate
+
+    @property
+    def inputs(self) -> InputSet | Tokens:
+        """The set of inputs: a box, a ball, or all sequences of tokens."""
+        return self.comparison.inputs
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens of an input, or None: the bounds hold for any number."""
+        return self.comparison.tokens
+
+    @property
+    def ratio(self) -> float | None:
+        """`upper`/`lower`, or None if there is no upper bound or the lower bound is zero."""
+        return None if self.upper is None or self.lower <= 0 else self.upper / self.lower
+
+    def verify(self, bits: int = 128) -> bool:
+        """Prove `upper` a second time, in interval arithmetic with independent code (docs/math.md §3.10).
+
+        Args:
+            bits: the precision of the intervals; a failure is tried once more with twice as many bits.
+
+        Returns:
+            True.
+
+        Raises:
+            VerificationError: the bound could not be proved; the message names the step that failed.
+        """
+        return verify(self.comparison, self, bits)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the certificate as it appears in the result JSON."""
+        return {
+            "set": self.inputs.kind,
+            "radius": self.inputs.radius,
+            **{name: getattr(self, name) for name in ("tokens", "effort", "upper", "lower", "ratio")},
+            "methods": list(self.methods),
+            "notes": list(self.notes),
+            "share": [list(heads) for heads in self.share],
+            **{name: getattr(self, name) for name in ("lost_at", "seconds", "attack_seconds")},
+            **({"exhaustive": self.exhaustive, "about": str(self.inputs)} if self.inputs.kind == "tokens" else {}),
+        }
+
+    def __repr__(self) -> str:
+        lower, upper = number(self.lower), number(self.upper)
+        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {counted(self.tokens, 'token')}"
+        if self.upper is None:
+            return f"Certificate({lower} ≤ sup|S−S'|, no finite upper bound (lost at layer {self.lost_at}), {where})"
+        return f"Certificate({lower} ≤ sup|S−S'| ≤ {upper}, {where}, {' + '.join(self.methods)})"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "lower bound, attained": number(self.lower),
+            "upper bound, proved": number(self.upper),
+            "ratio": number(self.ratio),
+            "inputs": str(self.inputs),
+            "tokens": "see inputs" if self.inputs.kind == "tokens" else str(self.tokens or "any number"),
+            "method": " + ".join(self.methods),
+        }
+        return html_facts("sup |S(X) − S'(X)|", facts)
+
+
+def certify(
+    network: SelfAttentionNetwork,
+    surrogate: SelfAttentionNetwork,
+    *,
+    radius: float | None = None,
+    ball: float | None = None,
+    inputs: Tokens | None = None,
+    tokens: int | None = None,
+    effort: str = "default",
+    starts: int | None = None,
+    steps: int = 40,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    bounds: BoxBounds | None = None,
+    progress: Step = silent,
+) -> Certificate:
+    """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
+
+    Give exactly one of `radius`, `ball` and `inputs`. The upper bound is proved for exact outputs, with the
+    rounding of the proof. The lower bound is attained at an input that a search finds.
+
+    Args:
+        network: S.
+        surrogate: S', of the same width and with the same `skip` and `causal`; for example `collapse(network)`.
+        radius: φ; the set is the box of all X with |X_ic| ≤ φ.
+        ball: r; the set is the ball of all X with ‖x_i‖₂ ≤ r for every token x_i.
+        inputs: `Tokens`; the set is that of all sequences of these tokens, so the bounds hold for every prompt.
+        tokens: the number of tokens n of X; None covers any number. Not with `inputs`, which have their own length.
+        effort: "default", or "high" to sharpen the upper bound by sums of squares (seconds to minutes).
+        starts: starting points of the search; None chooses 4 to 32 by network size.
+        steps: gradient steps of the search from each starting point.
+        seed: seed of the search; the same seed gives the same certificate.
+        device: device of the search, for example "cuda"; the upper bound is always computed on the CPU.
+        bounds: layer bounds of S on the same box from an earlier proof, to save time.
+        progress: called as `progress(done, total, label)` while the work advances.
+
+    Returns:
+        A `Certificate`.
+
+    Raises:
+        InputError: the networks do not fit together, an option is invalid, or the architecture is not covered
+            (LayerNorm only over `inputs` and before the sublayers; with LayerNorm, MLPs or biases only
+            `collapse(network, "parallel")` over `inputs`, and deleted attention over a box).
+
+    Example:
+        >>> from depthgauge import collapse, random_network
+        >>> network = random_network(layers=3, heads=1, dim=4, eta=0.01)
+        >>> certificate = certify(network, collapse(network, "mean-field"), radius=1.0)
+        >>> 0 < certificate.lower <= certificate.upper < 1e-4
+        True
+    """
+    chosen = check_request(network, surrogate, radius, ball, inputs, tokens, effort)
+    require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
+    require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
+    comparison = Comparison(_copied(network), _copied(surrogate), chosen, tokens)
+    with threads_for(network.dim):
+        progress(0, 2, "proving")
+        upper = prove_upper(comparison, effort, bounds, progress)
+        progress(1, 2, "attacking")
+        begun = time.perf_counter()
+        options, is_complete = AttackOptions(starts, steps, require_seed(seed), device), False
+        if isinstance(chosen, Tokens):
+            found = attack_tokens(comparison, options)
+            witness, is_complete = found.x, found.exhaustive
+        else:
+            witness = attack(comparison, options, upper.hints()).expand()
+        lower = difference_below(comparison.network, comparison.surrogate, witness)
+        spent = time.perf_counter() - begun
+        progress(2, 2, "")
+    return Certificate(
+        **vars(upper), comparison=comparison, lower=lower, witness=witness, attack_seconds=spent, effort=effort,
+        exhaustive=is_complete,
+    )  # fmt: skip
+
+
+def check_request(
+    network: SelfAttentionNetwork,
+    surrogate: SelfAttentionNetwork,
+    radius: float | None,
+    ball: float | None,
+    inputs: Tokens | None,
+    tokens: int | None,
+    effort: str,
+) -> InputSet | Tokens:
+    """Check all arguments of `certify` before any long computation, and return the set of inputs."""
+    require_network(network)
+    require_network(surrogate, "surrogate")
+    given = [name for name, value in {"radius": radius, "ball": ball, "inputs": inputs}.items() if value is not None]
+    if len(given) != 1:
+        raise InputError(f"give exactly one of radius, ball and inputs, got {' and '.join(given) or 'none of them'}")
+    chosen: InputSet | Tokens
+    if inputs is not None:
+        require_type("inputs", inputs, (Tokens,), "Tokens(embeddings, positions)")
+        chosen = _checked_tokens(network, inputs, tokens)
+    elif ball is None:
+        assert radius is not None
+        chosen = InputSet("box", require_radius(radius))
+    else:
+        chosen = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
+    if tokens is not None:
+        require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
+    if effort not in EFFORTS:
+        raise unknown_name("effort", effort, EFFORTS)
+    if network.dim != surrogate.dim:
+        raise InputError(f"the network has width {network.dim}, the surrogate {surrogate.dim}; they must be equal")
+    for name in ("skip", "causal"):
+        mine, theirs = getattr(network, name), getattr(surrogate, name)
+        if mine != theirs:
+            raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
+    if chosen.kind != "box" and not network.skip:
+        raise InputError(f"{given[0]} applies to networks with skip connections, and this one has none; use radius")
+    for name in ("norm", "activation", "mlp_skip"):
+        mine, theirs = getattr(network, name), getattr(surrogate, name)
+        if mine != theirs and (name == "norm" or network.has_mlp):
+            raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
+    if network.norm != "none" and not isinstance(chosen, Tokens):
+        raise InputError(
+            f"the network has norms ({network.norm}), and a {chosen.kind} contains the token 0, where a norm is "
+            "1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…), --tokens FILE"
+        )
+    if Comparison(network, surrogate, chosen).is_wide_block:
+        obstacle = block_obstacle(network)
+        if obstacle is not None:
+            raise InputError(f"this network has no certificate over tokens: {obstacle}")
+    _check_length(network, surrogate, chosen.length if isinstance(chosen, Tokens) else tokens)
+    return chosen
+
+
+def _check_length(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, length: int | None) -> None:
+    """Check that inputs are not longer than the position biases of the networks allow."""
+    allowed = min((net.length for net in (network, surrogate) if net.length is not None), default=None)
+    if allowed is not None and (length is None or length > allowed):
+        raise InputError(
+            f"the position biases are for up to {allowed} tokens, and the inputs have "
+            f"{'any number' if length is None else length}; limit them with tokens={allowed}, or Tokens(…, "
+            f"length={allowed})"
+        )
+
+
+def _checked_tokens(network: SelfAttentionNetwork, inputs: Tokens, tokens: int | None) -> Tokens:
+    if tokens is not None:
+        raise InputError("tokens cannot be combined with inputs; give the length there: Tokens(…, length=…)")
+    if inputs.width != network.dim:
+        raise InputError(f"the tokens have width {inputs.width}, and the network {network.dim}; they must be equal")
+    return inputs
+
+
+def _copied(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """Return a copy in float64 on the CPU, where all bounds are proved; the caller may change the network later."""
+    return network.copy().to(device="cpu", dtype=torch.float64)

@@ -1,0 +1,99 @@
+"""The exact expansion of a network about uniform attention (docs/math.md §3.1), with enclosures of its matrices.
+
+With P_h = U + (P_h − U), U the average over tokens, V_ℓ = Σ_h V_ℓh, A_ℓ = I + V_ℓ (A_ℓ = V_ℓ without skips),
+N_{k:ℓ} = A_k ⋯ A_{ℓ−1} and E_ℓ = Σ_h (P_ℓh − U) X_ℓ V_ℓh, a network with skips satisfies exactly
+
+    X_ℓ = X + 1·mean(X)·(N_{0:ℓ} − I) + Σ_{k<ℓ} [ E_k + 1·mean(E_k)·(N_{k+1:ℓ} − I) ].
+"""
+
+from functools import cached_property
+
+import torch
+
+from depthgauge.base.errors import InputError
+from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.network.network import SelfAttentionNetwork
+
+
+class Expansion:
+    """The matrices of the expansion, for a network that is not causal and has neither MLP nor LayerNorm.
+
+    `W[ℓ]` encloses β Q_h K_hᵀ and `V[ℓ]` the values V_h, both of shape [H, d, d].
+    """
+
+    is_causal = False
+
+    def __init__(self, network: SelfAttentionNetwork) -> None:
+        if network.causal != self.is_causal or network.norm != "none" or network.has_mlp:
+            kind = "causal" if self.is_causal else "not causal"
+            raise InputError(f"the expansion applies to networks that are {kind} and have neither MLP nor LayerNorm")
+        if any(one is not None for layer in network for one in (layer.query_bias, layer.output_bias)):
+            raise InputError("the expansion does not cover biases of queries and outputs")
+        if not self.is_causal and network.length is not None:
+            raise InputError("the expansion covers position biases in causal networks alone")
+        self.skip = network.skip
+        self.depth = len(network)
+        self.dim = network.dim
+        self.W: list[Enclosure] = []
+        self.V: list[Enclosure] = []
+        for layer in network:
+            weights = (layer.query, layer.key, layer.value)
+            query, key, value = (weight.detach().to("cpu", torch.float64, copy=True) for weight in weights)
+            self.W.append((Enclosure.exact(query) @ key.mT) * network.scale)
+            self.V.append(Enclosure.exact(value))
+        self._drift: dict[tuple[int, int], Enclosure] = {}
+        self._carried_out: dict[int, Enclosure] = {}
+
+    def equals(self, other: "Expansion") -> bool:
+        """Whether both expansions have bitwise equal weights."""
+        return (self.skip, self.W, self.V) == (other.skip, other.W, other.V)
+
+    @cached_property
+    def V_sum(self) -> list[Enclosure]:
+        """V_ℓ = Σ_h V_ℓh."""
+        return [value.sum(0) for value in self.V]
+
+    def drift(self, k: int, end: int) -> Enclosure:
+        """Return Z_{k:ℓ} = N_{k:ℓ} − I, or N_{k:ℓ} without skips; `end` is ℓ.
+
+        The recursion Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ avoids the cancellation of subtracting the identity.
+        """
+        if (k, end) not in self._drift and end == k:
+            eye = torch.eye(self.dim, dtype=torch.float64)
+            self._drift[k, end] = Enclosure.exact(torch.zeros_like(eye) if self.skip else eye)
+        elif (k, end) not in self._drift:
+            before, V = self.drift(k, end - 1), self.V_sum[end - 1]
+            self._drift[k, end] = before + V + before @ V if self.skip else before @ V
+        return self._drift[k, end]
+
+    def carried(self, k: int, end: int) -> Enclosure:
+        """Return V_kh · Z_{k+1:ℓ} for all heads of layer k, the effect of mean((P_kh − U) X_k) on state ℓ."""
+        if self.skip and end == k + 1:
+            return Enclosure.exact(torch.zeros_like(self.V[k].mid))
+        if end != self.depth:
+            return self.V[k] @ self.drift(k + 1, end)
+        # Only the products for the output are used repeatedly, so only these are cached.
+        if k not in self._carried_out:
+            self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
+        return self._carried_out[k]
+
+
+class CausalExpansion(Expansion):
+    """The matrices of the expansion of a causal network (docs/math.md §3.12).
+
+    With C the average over the visible tokens, e_m(k:ℓ) = Σ_{k≤ℓ₁<…<ℓ_m<ℓ} V_ℓ₁ ⋯ V_ℓm and
+    E_k = Σ_h (P_kh − C) X_k V_kh,
+
+        X_ℓ = Σ_m C^m X e_m(0:ℓ) + Σ_{k<ℓ} Σ_m C^m E_k e_m(k+1:ℓ).
+    """
+
+    is_causal = True
+
+    def orders(self, k: int, end: int) -> list[Enclosure]:
+        """Return e_1(k:ℓ), …, e_{ℓ−k}(k:ℓ); `end` is ℓ."""
+        eye = torch.eye(self.dim, dtype=torch.float64)
+        found = [Enclosure.exact(eye), *(Enclosure.exact(torch.zeros_like(eye)) for _ in range(end - k))]
+        for index, V in enumerate(self.V_sum[k:end], start=1):
+            for m in range(index, 0, -1):
+                found[m] = found[m] + found[m - 1] @ V
+        return found[1:]

@@ -1,0 +1,167 @@
+"""Effective depth: the search agrees with brute force, and its errors are within the tolerance."""
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthgauge.base.errors import InputError
+from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.depth.effective import (
+    FoldBounds,
+    certified_depth,
+    cheapest_choices,
+    effective_depth,
+    measured_errors,
+    runs_between,
+)
+from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form
+
+
+def subsets(L):
+    return chain.from_iterable(combinations(range(L), count) for count in range(L + 1))
+
+
+@given(st.integers(1, 6), st.data())
+def test_all_choices_of_a_depth_are_listed_in_order_of_cost(L, data):
+    costs = data.draw(st.lists(st.floats(0, 10), min_size=L, max_size=L))
+    for layers in range(1, L + 1):
+        expected = {kept for kept in subsets(L) if len(kept) + len(runs_between(L, kept)) == layers}
+        ordered = cheapest_choices(costs, layers, 2**L)
+        assert set(ordered) == expected
+        spent = [sum(costs[k] for k in range(L) if k not in kept) for kept in ordered]
+        assert spent == sorted(spent)
+        few = cheapest_choices(costs, layers, 3)
+        assert [sum(costs[k] for k in range(L) if k not in kept) for kept in few] == pytest.approx(spent[:3])
+
+
+@pytest.mark.parametrize(("eta", "tolerance"), [(0.05, 3e-3), (0.1, 1e-2)])
+def test_certified_depth_is_the_least_over_all_foldings(eta, tolerance):
+    network = random_network(layers=4, heads=1, dim=3, eta=eta, seed=3)
+    # One layer is much larger than the others, so the best folding keeps it.
+    with torch.no_grad():
+        network[2].value.mul_(3)
+    bounds = FoldBounds(network, 1.0, starts=4, steps=4)
+    brute = min(len(kept) + len(runs_between(4, kept)) for kept in subsets(4) if bounds.error(kept) <= tolerance)
+    brute = min([brute, *(1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance)])
+    depth = certified_depth(bounds, tolerance)
+    assert depth.layers == brute
+    assert depth.error <= tolerance
+    assert len(depth.network) == brute
+    if depth.certificate is not None:
+        assert depth.certificate.lower <= tolerance
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-4])
+def test_measured_depth_is_the_least_over_all_foldings(tolerance):
+    network = random_network(layers=5, heads=1, dim=3, eta=0.25, seed=1)
+    x = uniform_inputs(2, 12, 3)
+    error = measured_errors(network, x)
+    brute = min(len(kept) + len(runs_between(5, kept)) for kept in subsets(5) if error(kept) <= tolerance)
+    brute = min([brute, *(1 for method in CLOSED_FORMS if error(method) <= tolerance)])
+    depth = effective_depth(network, tolerance=tolerance, certified=False, x=x)
+    assert depth.layers == brute
+    with torch.no_grad():
+        assert float((network(x) - depth.network(x)).abs().max()) <= tolerance
+
+
+def test_small_weights_need_one_layer_and_large_ones_need_all():
+    base = random_network(layers=5, heads=1, dim=4, eta=0.5, seed=0)
+    small = effective_depth(base.rescale(0.005), radius=1.0, tolerance=1e-4)
+    assert small.layers == 1
+    assert small.certificate.lower <= small.error <= 1e-4
+    large = effective_depth(base, radius=1.0, tolerance=1e-2)
+    assert large.layers == 5
+    assert large.error == 0.0
+    assert large.network is not base
+    assert torch.equal(large.network[0].value, base[0].value)
+
+
+def test_networks_with_many_layers_are_searched():
+    network = random_network(layers=8, heads=1, dim=2, eta=0.05, seed=2)
+    depth = effective_depth(network, radius=1.0, tolerance=1e-2)
+    assert depth.layers == 1
+    assert depth.folded == (tuple(range(8)),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 0.0, "radius": 1.0}, "tolerance must be a positive number"),
+        ({"tolerance": 1e-2}, "needs a radius"),
+        ({"tolerance": 1e-2, "radius": -1.0}, "radius must be a positive number"),
+        ({"tolerance": 1e-2, "certified": False}, "needs inputs"),
+    ],
+)
+def test_invalid_arguments_raise_before_any_computation(options, message):
+    with pytest.raises(InputError, match=message):
+        effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1), **options)
+
+
+def test_networks_that_cannot_be_folded_raise():
+    with pytest.raises(InputError, match="not causal"):
+        effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1, causal=True), radius=1.0, tolerance=0.1)
+
+
+@pytest.mark.parametrize("eta", [1e150, 1e308])
+def test_weights_that_overflow_keep_every_layer(eta):
+    network = random_network(layers=2, heads=1, dim=2, eta=eta)
+    assert effective_depth(network, radius=1.0, tolerance=0.1).layers == 2
+    x = uniform_inputs(1, 3, 2)
+    assert effective_depth(network, certified=False, x=x, tolerance=0.1).layers == 2
+    certificate = certify(network, collapse(network, "identity"), radius=1.0, starts=1, steps=1)
+    assert (certificate.upper is None) == (certificate.lost_at is not None) == (eta == 1e308)
+
+
+@pytest.mark.parametrize(
+    ("layers", "seed"),
+    [(2, 0), (3, 1), pytest.param(5, 2, marks=pytest.mark.soak), pytest.param(6, 3, marks=pytest.mark.soak)],
+)
+def test_depth_is_the_least_over_all_foldings_and_closed_forms(layers, seed):
+    network = random_network(layers=layers, heads=1, dim=3, eta=0.08, seed=seed)
+    bounds = FoldBounds(network, 1.0, starts=2, steps=2)
+    for tolerance in (1e-2, 1e-3, 1e-4):
+        within = [len(k) + len(runs_between(layers, k)) for k in subsets(layers) if bounds.error(k) <= tolerance]
+        within += [1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance]
+        depth = certified_depth(bounds, tolerance)
+        assert depth.layers == min(within)
+        assert depth.status in (("proved",) if depth.layers < layers else ("refuted", "undecided"))
+
+
+def test_a_sharper_method_is_used_and_named():
+    """One layer by `corrected` is proved to 7.6e-5 here, where folding all layers is not within 1e-4."""
+    network = random_network(layers=3, heads=2, dim=4, eta=0.05, seed=1)
+    bounds = FoldBounds(network, 1.0, starts=2, steps=4)
+    depth = certified_depth(bounds, 1e-3)
+    assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
+    assert bounds.error(()) > 1e-3  # the folding alone would have kept layers
+    assert depth.certificate.upper <= 1e-3
+    assert depth.certificate.verify()
+    assert len(depth.network) == 1
+
+
+def test_large_weights_are_refuted_and_the_middle_is_undecided():
+    base = random_network(layers=3, heads=1, dim=4, eta=0.8, seed=0)
+    refuted = effective_depth(base, radius=1.0, tolerance=1e-3)
+    assert (refuted.layers, refuted.status, refuted.method) == (3, "refuted", "none")
+    assert refuted.tried > 5
+    bounds = FoldBounds(base, 1.0, starts=2, steps=2)
+    assert "undecided" in {certified_depth(bounds, tolerance).status for tolerance in (0.5, 5.0, 50.0)}
+    single = effective_depth(random_network(layers=1, heads=1, dim=2, eta=0.5), radius=1.0, tolerance=1e-6)
+    assert (single.layers, single.status, single.tried) == (1, "proved", 0)
+
+
+def test_one_layer_counts_as_soon_as_its_certificate_proves_it():
+    network = random_network(layers=4, heads=1, dim=4, eta=0.05, seed=3)
+    with torch.no_grad():
+        network[2].query.mul_(3)
+        network[2].value.mul_(3)
+    proved = certify(network, closed_form(network, "corrected"), radius=1.0, starts=1, steps=0).upper
+    depth = effective_depth(network, tolerance=proved, radius=1.0)
+    assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
+    assert depth.error <= proved
