@@ -59,12 +59,14 @@ def test_an_interrupted_run_is_continued_or_replaced_only_if_asked(tmp_path: Pat
     folder = interrupt(out, {}, {"search": []})
     (folder / "repair-1-2.pt").write_bytes(b"weights of the interrupted run")
     (folder / "recovery-1-2" / "checkpoint-3").mkdir(parents=True)
+    (folder / "training-2" / "checkpoint-3").mkdir(parents=True)
     (folder / ".0123456789abcdef.partial").write_bytes(b"cut short")
     with pytest.raises(InputError, match="belongs to an interrupted run; continue it with --resume"), Journal(out):
         pass
-    assert len(names(folder)) == 4
+    assert len(names(folder)) == 5
     with Journal(out, overwrite=True) as journal:
-        assert names(folder) == {"journal.json", "repair-1-2.pt", "recovery-1-2", ".0123456789abcdef.partial", "lock"}
+        left = {"journal.json", "repair-1-2.pt", "recovery-1-2", "training-2", ".0123456789abcdef.partial"}
+        assert names(folder) == {*left, "lock"}
         journal.begin({})
         assert names(folder) == {"lock"}  # a new run does not continue the training of another one
         assert journal.get("search") is None

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.recovery import distillation, divergence
-from depthgauge.recovery.distillation import Trained, Training
+from depthgauge.recovery.distillation import MEASURED, Trained, Training, step_windows
 from depthgauge.recovery.divergence import SELECT, TRAIN, Pair
 from depthgauge.recovery.recover_model import trained_weights
-from depthgauge.results.recover_options import Amount
+from depthgauge.results.recover_options import SHORT_TOKENS, Amount
 from depthgauge.results.recover_record import TIME_OVER
 
 
@@ -182,3 +182,18 @@ def test_auto_ends_when_nothing_is_gained() -> None:
     made = train(pair, Training(STEPS, BATCH, WINDOW, 1e-9, stops=True))
     assert made.steps < STEPS
     assert made.ended == "no further gain"
+
+
+def test_a_short_training_is_a_tenth_of_the_whole() -> None:
+    assert Amount(tokens=1_000_000, stops=True).short == Amount(tokens=100_000)
+    assert Amount(tokens=50_000_000).short == Amount(tokens=SHORT_TOKENS)
+    assert Amount(seconds=600.0).short == Amount(tokens=SHORT_TOKENS, seconds=60.0)
+
+
+@pytest.mark.parametrize(("steps", "measured", "points"), [(1000, 10, 10), (40, 32, 2), (3, 100, 1)])
+def test_less_is_measured_than_trained(steps: int, measured: int, points: int) -> None:
+    """A short training has few measurements."""
+    batch = step_windows(400, 512)
+    training = Training.of(Amount(tokens=steps * batch * 512), 400, 512, RATE, measured)
+    assert (training.steps, training.points) == (steps, points)
+    assert training.points == 1 or training.points * measured * MEASURED <= steps * batch

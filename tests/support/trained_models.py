@@ -11,7 +11,7 @@ from tiny_models import ENCODERS, tiny_model
 from tiny_training import VOCABULARY, batches
 
 from depthgauge.checkpoints.model_output import model_output, window_losses
-from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.student import Student
 
 LAYERS, STEPS = 5, 60
 FIRST = 3
@@ -57,11 +57,11 @@ def _stream() -> Iterator[torch.Tensor]:
         yield ids + FIRST
 
 
-def objective_of(shrinker: Shrinker, model: Any) -> float:
+def objective_of(student: Student, model: Any) -> float:
     """Return the mean objective of a complete transformers model on the selection windows."""
-    runner, inputs = shrinker.runner, shrinker.select.inputs
+    runner, inputs = student.runner, student.select.inputs
     checkpoint = replace(runner.checkpoint, model=model)
     with torch.no_grad():
         output = model_output(checkpoint, inputs)
-        dense = runner.output(runner.on_device(shrinker.select.final), inputs)
+        dense = runner.output(runner.on_device(student.select.final), inputs)
     return float(window_losses(checkpoint.objective, output, inputs, dense).mean())

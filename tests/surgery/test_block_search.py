@@ -11,8 +11,8 @@ from tiny_models import tiny_model, tokens
 from depthgauge.base.journal import Journal
 from depthgauge.checkpoints.load import wrap
 from depthgauge.results.shrink_record import SearchStep
-from depthgauge.surgery.shrinker import RUN, Shrinker
-from depthgauge.surgery.student import Effort
+from depthgauge.surgery.search import RUN, Search
+from depthgauge.surgery.student import Effort, Student
 
 WIDE = Effort(8, 4, 60, 4, 10**6, 0, 1, 5)
 
@@ -21,9 +21,9 @@ def deep(name: str, layers: int = 5, seed: int = 0) -> Any:
     return wrap(tiny_model(name, seed, layers=layers), name)
 
 
-def shrinker(checkpoint: Any, *, effort: Effort = WIDE, **changes: Any) -> Shrinker:
+def search(checkpoint: Any, *, effort: Effort = WIDE, **changes: Any) -> Search:
     keywords: dict[str, Any] = {"effort": effort} | changes
-    return Shrinker(checkpoint, tokens(12, 8, seed=1), tokens(12, 4, seed=2), **keywords)
+    return Search(Student(checkpoint, tokens(12, 8, seed=1), tokens(12, 4, seed=2), **keywords))
 
 
 def loss_without(checkpoint: Any, removed: set[int], ids: torch.Tensor) -> float:
@@ -41,8 +41,8 @@ def loss_without(checkpoint: Any, removed: set[int], ids: torch.Tensor) -> float
 
 def test_without_repair_each_step_is_the_best_of_all() -> None:
     checkpoint, ids = deep("llama"), tokens(12, 4, seed=2)
-    with shrinker(checkpoint, repair=False) as work:
-        work.remove_until(3)
+    work = search(checkpoint, repair=False)
+    work.remove_until(3)
     assert len(work.steps) == 3
     removed: set[int] = set()
     for step in work.steps:
@@ -57,55 +57,53 @@ def test_exchanges_lower_the_objective_and_reach_the_best_block() -> None:
     checkpoint, ids = deep("llama", seed=5), tokens(12, 4, seed=2)
     losses = {k: loss_without(checkpoint, {k}, ids) for k in range(5)}
     worst = max(losses, key=lambda k: losses[k])
-    with shrinker(checkpoint, repair=False, effort=replace(WIDE, swaps=20)) as work:
-        work.steps = (SearchStep(layer=worst, objective=losses[worst]),)
-        (found,) = work.exchanged((worst,))
+    work = search(checkpoint, repair=False, effort=replace(WIDE, swaps=20))
+    work.steps = (SearchStep(layer=worst, objective=losses[worst]),)
+    (found,) = work.exchanged((worst,))
     assert losses[found] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 def test_one_pass_over_the_blocks_measures_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, ids = deep("llama", 6), tokens(12, 4, seed=2)
     sets = [(), (1,), (2,), (1, 2), (1, 4), (1, 2, 4), (2, 3, 5), (0, 5), (0, 1, 2, 3, 4)]
-    with shrinker(checkpoint) as work:
-        applied, apply = list[int](), work.runner.block
-        monkeypatch.setattr(
-            work.runner, "block", lambda layer, x, inputs=None: (applied.append(layer), apply(layer, x))[1]
-        )
-        monkeypatch.setattr(work.runner.batches, "size", 10**6)
-        found = work.means_without(sets)
-        assert applied == [*range(1, 6)]
-        assert work.means_without(sets) == found
-        assert applied == [*range(1, 6)]  # what is known is not measured again
-        assert work.means_without([(1, 4)], 2)[1, 4] == pytest.approx(loss_without(checkpoint, {1, 4}, ids[:2]))
-        assert applied == [*range(1, 6), 2, 3, 5]
-        work.journal.entries.clear()
-        monkeypatch.setattr("depthgauge.checkpoints.dense_states.free_memory", lambda device: 0)
-        assert work.means_without(sets) == pytest.approx(found, rel=1e-6)  # without memory, one set after the other
+    work = search(checkpoint).student
+    applied, apply = list[int](), work.runner.block
+    monkeypatch.setattr(work.runner, "block", lambda layer, x, inputs=None: (applied.append(layer), apply(layer, x))[1])
+    monkeypatch.setattr(work.runner.batches, "size", 10**6)
+    found = work.means_without(sets)
+    assert applied == [*range(1, 6)]
+    assert work.means_without(sets) == found
+    assert applied == [*range(1, 6)]  # what is known is not measured again
+    assert work.means_without([(1, 4)], 2)[1, 4] == pytest.approx(loss_without(checkpoint, {1, 4}, ids[:2]))
+    assert applied == [*range(1, 6), 2, 3, 5]
+    work.journal.entries.clear()
+    monkeypatch.setattr("depthgauge.checkpoints.dense_states.free_memory", lambda device: 0)
+    assert work.means_without(sets) == pytest.approx(found, rel=1e-6)  # without memory, one set after the other
     assert found == pytest.approx({removed: loss_without(checkpoint, {*removed}, ids) for removed in sets}, rel=1e-5)
 
 
 def test_the_best_run_is_the_best_of_all_runs() -> None:
     checkpoint, ids = deep("llama", 6, seed=2), tokens(12, 4, seed=2)
     losses = {k: loss_without(checkpoint, {*range(k, k + 3)}, ids) for k in range(4)}
-    with shrinker(checkpoint, repair=False) as work:
-        run = work.peer_sets(3)[RUN]
+    work = search(checkpoint, repair=False)
+    run = work.peer_sets(3)[RUN]
     assert losses[run[0]] == pytest.approx(min(losses.values()), rel=1e-6)
     assert run == tuple(range(run[0], run[0] + 3))
 
 
 def test_the_limit_stops_the_search() -> None:
-    with shrinker(deep("llama"), repair=False) as work:
-        work.remove_until(4, limit=-100.0)
-        assert len(work.steps) == 1
+    work = search(deep("llama"), repair=False)
+    work.remove_until(4, limit=-100.0)
+    assert len(work.steps) == 1
 
 
 def test_an_interrupted_search_ranks_and_exchanges_as_an_uninterrupted_one() -> None:
     narrow = Effort(8, 4, 60, 2, 2, 6, 1, 5)
 
     def run(journal: Journal, progress: Any) -> Any:
-        with shrinker(deep("llama", 6), journal=journal, effort=narrow, progress=progress) as work:
-            work.remove_until(3)
-            return [step.layer for step in work.steps], work.ranked(), work.sets(3)
+        work = search(deep("llama", 6), journal=journal, effort=narrow, progress=progress)
+        work.remove_until(3)
+        return [step.layer for step in work.steps], work.ranked(), work.sets(3)
 
     def interrupt(done: int, total: int, label: str) -> None:
         if label.startswith("removal 3"):

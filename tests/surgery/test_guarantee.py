@@ -138,13 +138,12 @@ def _sequence_failures(decide: Decide, together: bool) -> tuple[int, int]:
 def in_sequence(bounds: list[float | None]) -> int | None:
     """Run `largest_within` on models that are their sizes."""
     steps = [SimpleNamespace(layer=layer) for layer in range(len(bounds))]
-    shrinker: Any = SimpleNamespace(
-        steps=steps, runner=[*steps, None], remove_until=lambda count, limit: None, sets=range, durations=Durations()
-    )
+    search: Any = SimpleNamespace(steps=steps, remove_until=lambda count, limit: None, sets=range)
+    student: Any = SimpleNamespace(runner=[*steps, None], durations=Durations())
     certifier: Any = SimpleNamespace(
         measure=lambda model, label: model, bound=lambda size: SimpleNamespace(increase=bounds[size - 1])
     )
-    best, tested = largest_within(Candidates(shrinker), certifier, 0.5, None)
+    best, tested = largest_within(search, Candidates(student), certifier, 0.5, None)
     failed = [size.removed for size in tested if not size.passed]
     assert failed in ([], [len(tested)])
     return None if best is None else best.model - 1

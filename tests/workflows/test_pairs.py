@@ -35,8 +35,8 @@ from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import repair
 from depthgauge.surgery.candidates import Candidates, block_weights, put_weights, train
-from depthgauge.surgery.shrinker import Shrinker
-from depthgauge.surgery.student import EFFORT
+from depthgauge.surgery.search import Search
+from depthgauge.surgery.student import EFFORT, Student
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
 ALL = EACH + [(name, "both") for name in PAIRED]
@@ -245,9 +245,9 @@ def test_least_squares_changes_the_map_between_the_others(
 def test_the_training_repairs_all_output_maps(place: Path) -> None:
     samples = samples_of(place, "bart", 6)
     checkpoint = derived(with_stack(wrap(paired_model("bart")), "both"), samples)
-    shrinker = Shrinker(checkpoint, samples[:3], samples[3:], effort=EFFORT["quick"])
-    shrinker.keep_all_but((1, 5))
-    found = {id(weight) for weight in Candidates(shrinker).changed_weights}
+    student = Student(checkpoint, samples[:3], samples[3:], effort=EFFORT["quick"])
+    student.keep_all_but((1, 5))
+    found = {id(weight) for weight in Candidates(student).changed_weights}
     model = checkpoint.model.model
     for block in (model.decoder.layers[0], model.decoder.layers[2]):
         assert {id(one.weight) for one in (block.self_attn.out_proj, block.encoder_attn.out_proj, block.fc2)} <= found
@@ -269,32 +269,32 @@ def test_a_recovered_t5_keeps_its_position_biases(
     monkeypatch.setattr("depthgauge.recovery.recover_model.distil", gaining)
     model, samples = paired_model("t5"), samples_of(place, "t5", 12)
     checkpoint = derived(with_stack(wrap(model), stack), samples)
-    shrinker = Shrinker(checkpoint, samples[:8], samples[8:], effort=EFFORT["quick"])
+    student = Student(checkpoint, samples[:8], samples[8:], effort=EFFORT["quick"])
     biases = [root.block[0].layer[0].SelfAttention.relative_attention_bias.weight for root in checkpoint.roots.values()]
-    assert shrinker.runner.shared == {*biases}
-    shrinker.keep_all_but(removed)
+    assert student.runner.shared == {*biases}
+    student.keep_all_but(removed)
     before = [weight.detach().clone() for weight in biases]
     data = RecoveryData(samples[:8], 8, {"pairs": samples[:8].main.numel()})
     recovery = Recovery(data, samples[8:], None, Amount(tokens=3 * samples.main.shape[1]), 0)
-    losses, record = train(shrinker, shrinker.losses(), block_weights(shrinker), recovery)
+    losses, record = train(student, student.losses(), block_weights(student), recovery)
     assert record.kept
     assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
-    assert objective_of(shrinker, shrinker.model()) == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert objective_of(student, student.model()) == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
 def test_the_search_in_both_stacks_of_t5_finds_what_generates(place: Path) -> None:
     """transformers generates with a T5 only if the encoder has as many blocks as the decoder, or more."""
     checkpoint, samples = with_stack(wrap(paired_model("t5")), "both"), samples_of(place, "t5", 6)
-    shrinker = Shrinker(checkpoint, samples[:1], samples[1:], effort=EFFORT["quick"], repair=False)
-    shrinker.remove_until(6)
-    removed = [step.layer for step in shrinker.steps]
+    search = Search(Student(checkpoint, samples[:1], samples[1:], effort=EFFORT["quick"], repair=False))
+    search.remove_until(6)
+    removed = [step.layer for step in search.steps]
     assert {*removed} == {1, 2, 3, 5, 6}  # block 0 of each stack has the position biases of the others
     for count in range(1, 6):
         encoder = sum(layer < 4 for layer in removed[:count])
         assert 4 - encoder >= 3 - (count - encoder)
     said = "with 2 blocks in its encoder and 3 blocks in its decoder, model cannot generate in transformers"
-    assert said in str(shrinker.why_not((1, 2)))
-    assert "at least one of 3 layers of the decoder must be kept" in str(shrinker.why_not((4, 5, 6)))
+    assert said in str(search.why_not((1, 2)))
+    assert "at least one of 3 layers of the decoder must be kept" in str(search.why_not((4, 5, 6)))
 
 
 @pytest.mark.parametrize("stack", ["decoder", "encoder", "both"])

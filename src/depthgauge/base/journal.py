@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from depthgauge.base.errors import InputError, InterruptedRunError, OutputError, require_path
 from depthgauge.base.io import is_special, write_text
@@ -29,7 +29,8 @@ _ENTRIES, _LOCK = "journal.json", "lock"
 _RESULT = "result.gguf"
 _OWN_NAMES = re.compile(r"repair-[0-9-]+\.pt|windows-\.pt|result\.gguf|\.[0-9a-f]{16}\.partial")
 """Further files of a journal: the weights of repairs, windows to train on, and writes that were cut short."""
-_OWN_FOLDERS = re.compile(r"recovery-[0-9-]*")
+Training = Literal["recovery", "training"]
+_OWN_FOLDERS = re.compile(rf"({'|'.join(get_args(Training))})-[0-9-]*")
 """Directories of a journal: the saved states of trainings."""
 
 
@@ -137,7 +138,7 @@ class Journal:
         """Return the path of a further file, such as `repair-6-7.pt`, which is deleted at the end; None in memory."""
         return None if self.folder is None else self.folder / f"{kind}-{'-'.join(map(str, numbers))}.pt"
 
-    def directory(self, kind: str, numbers: Iterable[int]) -> Path | None:
+    def directory(self, kind: Training, numbers: Iterable[int]) -> Path | None:
         """Return a directory, such as `recovery-6-7`, which is deleted at the end; None in memory."""
         path = self.file(kind, numbers)
         if path is None:

@@ -51,7 +51,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         confidence: Confidence of the guarantee  [default: 0.95].
         effort: quick, default or high: more calibration windows, a wider search, more time.
         no_repair: Remove blocks without changing any weights.
-        recover: After the repair, train the kept blocks towards the dense model's predictions on all of your text:
+        recover: Instead of the repair, train the kept blocks towards the dense model's predictions on all of your text:
             a number of tokens, 2M, or a time, 10min; auto: as long as it helps, at most 2M tokens and 10 minutes; off
             [default: auto on a GPU, off on a CPU].
         general: The second half of what is trained on, which keeps the model general: a text file, a data set on the

@@ -77,9 +77,9 @@ BY_LOSS = ("loss", "labels")
 """Objectives that have a value before and after."""
 
 DAMAGE, DAMAGE_BOUND, DAMAGE_RATIO, DAMAGE_LEAST = 0.5, 1.0, 3.0, 0.1
-"""A model is called damaged if its loss grows by more than `DAMAGE` (nats per token), if the guarantee is above
-`DAMAGE_BOUND`, or if the loss on its own samples grows by more than `DAMAGE_LEAST`, and more than `DAMAGE_RATIO` times
-as much as on the user's texts."""
+"""A model is called damaged if its loss grows by more than `DAMAGE` (nats per token), or if the guarantee is above
+`DAMAGE_BOUND`. Its samples count only if there is no text of the user. There is another warning if the loss on samples
+grows by more than `DAMAGE_LEAST`, and more than `DAMAGE_RATIO` times as much as on the user's texts."""
 LARGEST_RATIO = 1e6
 """Ratios of costs beyond this come from damaged documents and are not shown."""
 
@@ -138,31 +138,33 @@ def comparison(record: ShrinkRecord) -> str:
 
 
 def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
-    """Return what is alarming about a shrunk language model, as one sentence, or nothing."""
-    increases = [(text.kind, text.increase) for text in record.texts if text.increase is not None]
-    largest = max((increase for _, increase in increases), default=0.0)
-    by_kind = {about: [one for kind, one in increases if kind == about] for about in ("text", "sampled")}
-    written, sampled = (mean(found) if found else None for found in by_kind.values())
-    bound = None if record.guarantee is None else record.guarantee.quantile.increase
-    found = []
-    if largest > DAMAGE:
-        found.append(f"the loss grows by {number(largest)} nats per token")
-    if written is not None and sampled is not None and sampled > max(DAMAGE_RATIO * written, DAMAGE_LEAST):
-        found.append(
-            f"on text that the model writes itself it grows by {number(sampled)}, more than {number(DAMAGE_RATIO)} "
-            "times as much as on your text"
-        )
-    if bound is not None and bound > DAMAGE_BOUND:
-        found.append(f"only {number(bound)} nats per token are guaranteed")
-    if record.objective != "loss" or not found:
+    """Return what is alarming about a shrunk language model: damage on the text it is for, and a loss beyond it."""
+    if record.objective != "loss":
         return ()
+    increases = [(text.kind, text.increase) for text in record.texts if text.increase is not None]
+    written, sampled = ([one for kind, one in increases if kind == about] for about in ("text", "sampled"))
+    largest = max((one for kind, one in increases if kind != "sampled" or not written), default=0.0)
+    bound = None if record.guarantee is None else record.guarantee.quantile.increase
     helps = [] if len(record.removed) < 2 else ["remove fewer blocks"]
     if record.plan.settings.no_repair:
         helps.append("leave --no-repair out")
     elif record.recovery is None:
         helps.append("train it with --recover 2M")
     advice = f"; {', or '.join(helps)}" if helps else ""
-    return (f"warning: this model is damaged: {', and '.join(found)}{advice}",)
+    found, warnings = [], []
+    if largest > DAMAGE:
+        found.append(f"the loss grows by {number(largest)} nats per token")
+    if bound is not None and bound > DAMAGE_BOUND:
+        found.append(f"only {number(bound)} nats per token are guaranteed")
+    if found:
+        warnings.append(f"warning: this model is damaged: {', and '.join(found)}{advice}")
+    if written and sampled and mean(sampled) > max(DAMAGE_RATIO * mean(written), DAMAGE_LEAST):
+        warnings.append(
+            f"warning: on text that the model writes itself the loss grows by {number(mean(sampled))}, more than "
+            f"{number(DAMAGE_RATIO)} times as much as on your text: expect it to be worse on text of other kinds; "
+            "give text of all the kinds that it will read"
+        )
+    return tuple(warnings)
 
 
 def about_text(record: ShrinkRecord) -> str:
@@ -283,7 +285,7 @@ def recover_verdict(record: RecoverRecord) -> str:
 
 
 def recovery_sentences(recovery: RecoveryRecord) -> tuple[str, ...]:
-    """Return what the training after the repair did, what it was trained on, and what was done to fit it in."""
+    """Return what the recovery did, what it was trained on, and what was done to fit it in."""
     parts = ", ".join(f"{about} ({tokens:,} tokens)" for about, tokens in recovery.data.items())
     return (
         f"recovery: {recovery.tokens:,} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "

@@ -22,7 +22,7 @@ from depthgauge.results.record import finite
 from depthgauge.results.recover_record import RecoveryRecord
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage
 from depthgauge.surgery.repair import is_linear, output_maps, refit_block
-from depthgauge.surgery.shrinker import Removed, Shrinker
+from depthgauge.surgery.student import Removed, Student
 
 Losses = Float[Tensor, " select"]
 """One number per selection window."""
@@ -46,7 +46,7 @@ class Repaired:
 class Candidates:
     """Sets of blocks as finished models.
 
-    - `shrinker`: the model, which is changed in place
+    - `student`: the model, which is changed in place
     - `refits`: whether the `effort.finalists` sets that are best without repair are compared after least squares; this
       is for models that are not recovered: after 300 steps of recovery, those that began so were worse (SmolLM2-135M)
     - `trial`: a short training after which all sets are compared, or None
@@ -55,7 +55,7 @@ class Candidates:
     - `notes`: what was left out
     """
 
-    shrinker: Shrinker
+    student: Student
     refits: bool = True
     trial: Recovery | None = None
     training: Recovery | None = None
@@ -70,16 +70,16 @@ class Candidates:
         The student is the best set afterwards, with its repair. If there is a given set, it alone is repaired, and
         there is no trial.
         """
-        shrinker = self.shrinker
+        student = self.student
         methods: dict[Removed, list[str]] = {}
         for method, removed in sets.items():
             methods.setdefault(removed, []).append(method)
-        bare = shrinker.losses_without(methods)
+        bare = student.losses_without(methods)
         order = sorted(bare, key=lambda removed: float(bare[removed].mean()))
-        tried = order[: shrinker.effort.finalists] if given is None else [given]
+        tried = order[: student.effort.finalists] if given is None else [given]
         if not self.refits:
             tried = order if given is None and len(order) > 1 and self.trial is not None else []
-        tried = tried if shrinker.repairs else []
+        tried = tried if student.repairs else []
         finished, best = {removed: Repaired((), losses, []) for removed, losses in bare.items()}, given or order[0]
         for removed in order:
             if removed in tried:
@@ -93,8 +93,8 @@ class Candidates:
         finished[best] = self._trained(best, finished[best])
         records = []
         for removed in sorted(order, key=lambda removed: float(finished[removed].losses.mean())):
-            increase, error = difference(bare[removed], shrinker.dense_losses)
-            after = difference(finished[removed].losses, shrinker.dense_losses) if finished[removed].stages else None
+            increase, error = difference(bare[removed], student.dense_losses)
+            after = difference(finished[removed].losses, student.dense_losses) if finished[removed].stages else None
             records.append(
                 CandidateRecord(
                     methods=tuple(methods[removed]),
@@ -114,26 +114,26 @@ class Candidates:
         Where no norm follows the maps that write into the residual stream, they are refitted by least squares, from the
         first gap on. A stage is undone unless its gain on the selection windows is larger than its standard error.
         """
-        shrinker, stages = self.shrinker, list[RepairStage]()
-        losses = shrinker.losses_without([removed])[removed]
-        shrinker.keep_all_but(removed)
-        weights, place = self.changed_weights, max(0, shrinker.first_gap - 1)
-        shrinker.remember(weights)
+        student, stages = self.student, list[RepairStage]()
+        losses = student.losses_without([removed])[removed]
+        student.keep_all_but(removed)
+        weights, place = self.changed_weights, max(0, student.first_gap - 1)
+        student.remember(weights)
         if self.trial is not None:
             try:
-                losses, record = train(shrinker, losses, weights, self.trial)
+                losses, record = train(student, losses, weights, self.trial)
             except TrainingMemoryError as short:
                 self.notes.append(f"the sets of blocks were compared without training: {short}")
                 return Repaired((), losses, [])
             return Repaired((_stage("short training", record),), losses, in_memory(weights))
-        path = shrinker.journal.file("repair", removed)
-        if state := shrinker.journal.loaded(path):
+        path = student.journal.file("repair", removed)
+        if state := student.journal.loaded(path):
             put_weights(weights, state["weights"])
             return Repaired(tuple(RepairStage(**one) for one in state["stages"]), state["losses"], state["weights"])
-        if any(is_linear(shrinker.checkpoint.families[layer]) for layer in shrinker.kept[place:]):
+        if any(is_linear(student.checkpoint.families[layer]) for layer in student.kept[place:]):
             before = in_memory(weights)
             self._refit(place)
-            after = shrinker.losses()
+            after = student.losses()
             gain, error = difference(losses, after)
             means = {"before": float(losses.mean()), "after": float(after.mean()), "error": finite(error)}
             stages.append(RepairStage(name="least squares", **means, kept=gain > error))
@@ -149,19 +149,19 @@ class Candidates:
 
     def _trained(self, removed: Removed, made: Repaired) -> Repaired:
         """Put the weights of a repair back, and train them as its last stage."""
-        shrinker = self.shrinker
-        shrinker.keep_all_but(removed)
+        student = self.student
+        student.keep_all_but(removed)
         if self.observe is not None:
-            self.observe(smaller_model(shrinker))
+            self.observe(smaller_model(student))
         weights = self.changed_weights
         if made.stages:
-            shrinker.remember(weights)
+            student.remember(weights)
             put_weights(weights, made.weights)
         if self.training is None:
             return made
-        folder = shrinker.journal.directory("training", removed)
+        folder = student.journal.directory("training", removed)
         try:
-            losses, record = train(shrinker, made.losses, weights, self.training, folder)
+            losses, record = train(student, made.losses, weights, self.training, folder)
         except TrainingMemoryError as error:
             self.notes.append(f"the repair did not train weights: {error}")
             return made
@@ -174,43 +174,43 @@ class Candidates:
         In a trial, these are the weights of all blocks. Otherwise, they are the output maps, gains and biases from the
         first gap on, of blocks with a family: it is fitted to few windows, and the rest of a file stays as it is.
         """
-        shrinker = self.shrinker
+        student = self.student
         if self.trial is not None:
-            return block_weights(shrinker)
+            return block_weights(student)
         found: dict[nn.Parameter, None] = {}
-        for layer in shrinker.kept[max(0, shrinker.first_gap - 1) :]:
-            block, family = shrinker.runner.blocks[layer], shrinker.checkpoint.families[layer]
+        for layer in student.kept[max(0, student.first_gap - 1) :]:
+            block, family = student.runner.blocks[layer], student.checkpoint.families[layer]
             if family is not None:
                 found |= dict.fromkeys(p for module in output_maps(block, family) for p in module.parameters())
                 found |= dict.fromkeys(parameter for parameter in block.parameters() if parameter.dim() == 1)
-        return [weight for weight in found if weight not in shrinker.runner.shared]
+        return [weight for weight in found if weight not in student.runner.shared]
 
     def _refit(self, place: int) -> None:
         """Refit the output maps of kept[place:] in order, where they are known, each on the outputs of those before."""
-        shrinker, states = self.shrinker, self.shrinker.fit.at(place)
-        layers = shrinker.kept[place:]
+        student, states = self.student, self.student.fit.at(place)
+        layers = student.kept[place:]
         for done, layer in enumerate(layers):
-            shrinker.progress(done, len(layers), f"least squares, block {layer}")
-            inputs = shrinker.fit.inputs
-            if is_linear(shrinker.checkpoint.families[layer]):
-                refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)), inputs)
-            states = shrinker.runner.through([layer], states, inputs)
+            student.progress(done, len(layers), f"least squares, block {layer}")
+            inputs = student.fit.inputs
+            if is_linear(student.checkpoint.families[layer]):
+                refit_block(student.runner, layer, states, student.fit.at(student.following(layer)), inputs)
+            states = student.runner.through([layer], states, inputs)
 
 
-def smaller_model(shrinker: Shrinker) -> Checkpoint:
+def smaller_model(student: Student) -> Checkpoint:
     """Return the present student as a checkpoint."""
-    model = shrinker.model()
-    return replace(shrinker.checkpoint, model=model, config=model.config)
+    model = student.model()
+    return replace(student.checkpoint, model=model, config=model.config)
 
 
-def block_weights(shrinker: Shrinker) -> list[nn.Parameter]:
+def block_weights(student: Student) -> list[nn.Parameter]:
     """Return the weights of the kept blocks, without those that removed blocks or other modules use as well."""
-    weights = (weight for layer in shrinker.kept for weight in shrinker.runner.blocks[layer].parameters())
-    return [weight for weight in dict.fromkeys(weights) if weight not in shrinker.runner.shared]
+    weights = (weight for layer in student.kept for weight in student.runner.blocks[layer].parameters())
+    return [weight for weight in dict.fromkeys(weights) if weight not in student.runner.shared]
 
 
 def train(
-    shrinker: Shrinker,
+    student: Student,
     before: Losses,
     weights: Sequence[nn.Parameter],
     recovery: Recovery,
@@ -220,18 +220,18 @@ def train(
 
     `before` are the student's losses. The dense model has its original weights meanwhile.
     """
-    smaller = smaller_model(shrinker)
-    own = [weight for layer in shrinker.kept for weight in shrinker.runner.blocks[layer].parameters()]
+    smaller = smaller_model(student)
+    own = [weight for layer in student.kept for weight in student.runner.blocks[layer].parameters()]
     made = [weight for block in blocks_of(smaller) for weight in block.parameters()]
     chosen = set(weights)
     pairs = {one: other for one, other in zip(own, made, strict=True) if one in chosen}
-    shrinker.restore()
+    student.restore()
     try:
-        record = recovery.run(smaller, shrinker.checkpoint, list(pairs.values()), folder, shrinker.progress)
+        record = recovery.run(smaller, student.checkpoint, list(pairs.values()), folder, student.progress)
     finally:
-        shrinker.remember(pairs)
+        student.remember(pairs)
         put_weights(list(pairs), [value.detach() for value in pairs.values()])
-    return (shrinker.losses() if record.kept else before), record
+    return (student.losses() if record.kept else before), record
 
 
 def _stage(name: str, made: RecoveryRecord) -> RepairStage:

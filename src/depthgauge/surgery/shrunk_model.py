@@ -17,7 +17,8 @@ from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
 from depthgauge.surgery.gguf_rounding import round_changed
-from depthgauge.surgery.shrinker import Removed, Shrinker
+from depthgauge.surgery.search import Search
+from depthgauge.surgery.student import Removed, Student
 
 _BEYOND = 2.0
 """`--max-increase a` searches until the objective on the selection windows grows by more than this times a."""
@@ -62,45 +63,45 @@ def make_model(
     the dtype of the dense model, which has its original weights afterwards. The set `given` is removed, if there is
     one, and the others are shown beside it.
     """
-    shrinker = candidates.shrinker
-    with shrinker.durations("repair and comparison"):
+    student = candidates.student
+    with student.durations("repair and comparison"):
         removed, compared, made = candidates.choose(sets, given)
     losses, trained = made.losses, None
     if recovery is not None:
-        with shrinker.durations("recovery"):
-            folder = shrinker.journal.directory("recovery", removed)
+        with student.durations("recovery"):
+            folder = student.journal.directory("recovery", removed)
             try:
-                losses, trained = train(shrinker, losses, block_weights(shrinker), recovery, folder)
+                losses, trained = train(student, losses, block_weights(student), recovery, folder)
             except TrainingMemoryError as error:
                 if not recovery.amount.stops:  # this much was asked for
                     raise
                 candidates.notes.append(f"the smaller model was not recovered: {error}")
     stages, encoded = made.stages, dict[str, EncodedTensor]()
     if isinstance(stored, GgufLayout):
-        with shrinker.durations("rounding"):
-            encoded, losses, rounding = _round(shrinker, removed, losses, stored)
+        with student.durations("rounding"):
+            encoded, losses, rounding = _round(student, removed, losses, stored)
         if rounding is not None and not rounding.kept:  # all changes are undone
             stages = tuple(msgspec.structs.replace(stage, kept=False) for stage in stages)
             trained = None if trained is None else msgspec.structs.replace(trained, kept=False)
         stages += () if rounding is None else (rounding,)
-    model = shrinker.model()
-    shrinker.restore()
+    model = student.model()
+    student.restore()
     model = cast(model, stored) if isinstance(stored, torch.dtype) else model
     return ShrunkModel(model, removed, compared, stages, trained, float(losses.mean()), encoded)
 
 
 def _round(
-    shrinker: Shrinker, removed: Removed, before: Losses, layout: GgufLayout
+    student: Student, removed: Removed, before: Losses, layout: GgufLayout
 ) -> tuple[dict[str, EncodedTensor], Losses, RepairStage | None]:
     """Round the changed weights to the types of a file; put the original ones back if they are better than the result.
 
     Returns the bytes of the changed tensors, the objective on the selection windows, and what was done, if anything.
     """
-    bare = shrinker.losses_without([removed])[removed]  # known, so that no weight changes here
-    encoded = round_changed(shrinker, layout)
+    bare = student.losses_without([removed])[removed]  # known, so that no weight changes here
+    encoded = round_changed(student, layout)
     if not encoded:
         return encoded, before, None
-    after = shrinker.losses()
+    after = student.losses()
     is_kept = float(after.mean()) < float(bare.mean())
     kinds = sorted({one.kind.name for one in encoded.values() if one.data.ndim > 1})
     stage = RepairStage(
@@ -109,11 +110,12 @@ def _round(
     )  # fmt: skip
     if is_kept:
         return encoded, after, stage
-    shrinker.keep_all_but(removed)
+    student.keep_all_but(removed)
     return {}, bare, stage
 
 
 def largest_within(
+    search: Search,
     candidates: Candidates,
     certifier: Certifier,
     limit: float,
@@ -127,14 +129,14 @@ def largest_within(
     1 − confidence. No correction for the number of sizes is needed, because the selection windows alone decide their
     order. The result is the model, or None if no size passes, and the tested sizes.
     """
-    shrinker = candidates.shrinker
-    with shrinker.durations("search"):
-        shrinker.remove_until(len(shrinker.runner) - 1, _BEYOND * limit)
+    student = candidates.student
+    with student.durations("search"):
+        search.remove_until(len(student.runner) - 1, _BEYOND * limit)
     best: ShrunkModel | None = None
     tested: tuple[TestedSize, ...] = ()
-    for size in range(1, len(shrinker.steps) + 1):
-        with shrinker.durations("search"):
-            sets = shrinker.sets(size)
+    for size in range(1, len(search.steps) + 1):
+        with student.durations("search"):
+            sets = search.sets(size)
         made = make_model(candidates, sets, stored, recovery=recovery)
         bound = certifier.bound(certifier.measure(made.model, f"size {size}")).increase
         passed = bound is not None and bound <= limit

@@ -1,5 +1,6 @@
 """The shrunk model while it is being made: the dense model with some blocks left out and some weights changed."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,14 @@ from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.what_if import Edit, edited_losses
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.verify_removal import require_same_output
+
+Removed = tuple[int, ...]
+"""Blocks to remove, in increasing order."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Student:
     - `effort`, `repairs`: how much work to do, and whether weights may change
     - `journal`: the finished steps of an interrupted run
     - `durations`: how long search, repair and recovery took
+    - `window_seconds`: about how long a forward pass of one window takes
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Student:
         progress: Step = silent,
     ) -> None:
         require_supported(checkpoint)
+        started = time.perf_counter()
         self.durations = durations or Durations()
         self.checkpoint, self.effort = checkpoint, effort
         self.repairs = repair = repair and any(checkpoint.families)
@@ -104,6 +111,7 @@ class Student:
         self.objective = Objective(self.runner, self.select.inputs, self.select.final)
         self.dense_losses = self.objective(self.select.final)
         self.kept = list(range(len(self.runner)))
+        self.window_seconds = (time.perf_counter() - started) / (self.fit.windows + self.select.windows)
         self._originals: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> "Student":
@@ -172,3 +180,29 @@ class Student:
         made = extract(self.checkpoint, self.kept, copies=self.checkpoint.source is None)
         require_same_output(made, self.runner, self.kept, self.example)
         return made
+
+    def losses_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, Float[Tensor, " windows"]]:
+        """Return the objective without each set of blocks, unrepaired, on the first `windows` selection windows.
+
+        All sets that are not known from the journal are measured in one pass over the blocks, or in as few as memory
+        allows.
+        """
+        on = "" if windows is None else f" on {windows}"
+        keys = {removed: ",".join(map(str, removed)) + on for removed in sets}
+        known: dict[str, list[float]] = self.journal.get("sets", {})
+        new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
+        models = {tuple(Edit(layer, "block") for layer in removed): keys[removed] for removed in new}
+        if new:
+            self.restore()
+        for found in edited_losses(self.objective, self.select, [*models], part, progress=self.progress, label=label):
+            known = known | {models[edits]: losses.tolist() for edits, losses in found.items()}
+            self.journal.put("sets", known)
+        return {removed: torch.tensor(known[key], dtype=torch.float64) for removed, key in keys.items()}
+
+    def means_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, float]:
+        """Return the means of `losses_without`."""
+        return {removed: float(losses.mean()) for removed, losses in self.losses_without(sets, windows, label).items()}

@@ -168,7 +168,7 @@ def shrink(
 
         makes = MEMORY if out is None else GGUF if as_gguf else DIRECTORY
         run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, makes)
-        with run.shrinker:
+        with run.student:
             made = run.finish(out, overwrite)
         if report is not None and writes:
             journal.write(report, sizes_page_text([one.record for one in made]), overwrite)
@@ -221,7 +221,7 @@ def plan_shrink(
         from depthgauge.workflows.shrink_run import ShrinkRun
 
         run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message, PLAN)
-        with run.shrinker:
+        with run.student:
             found = run.only_plan()
         if out is not None and writes:
             journal.write(out, found.dump(), overwrite)

@@ -54,10 +54,10 @@ from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.given_calibration import given_calibration
 from depthgauge.surgery.open_model import ReadModel, calibration_sizes, open_model, read_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
-from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
+from depthgauge.surgery.search import GIVEN, Search
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
-from depthgauge.surgery.student import HEADLESS, effort_of
+from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_model import require_room
@@ -99,7 +99,8 @@ class ShrinkRun:
     """A run that has loaded its model and run it on the calibration windows.
 
     - `opened`, `calibration`: the model, and the windows
-    - `shrinker`, `certifier`: the dense model on the selection windows and on the certify windows
+    - `student`, `search`: the model while it is being made, and the search for blocks to remove
+    - `certifier`: the dense model on the certify windows
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class ShrinkRun:
             self.calibration = self.ranks.shared(self._calibrated)
         self.llama = self._source_in_llama() if is_first else None
         with self.durations("dense model"):
-            self.shrinker = Shrinker(
+            self.student = Student(
                 checkpoint,
                 self.calibration.fit.inputs,
                 self.calibration.select.inputs,
@@ -145,8 +146,8 @@ class ShrinkRun:
                 journal=journal,
                 durations=self.durations,
                 progress=progress,
-                protected=self.protected,
             )
+        self.search = Search(self.student, self.protected)
         if self.estimate is not None and self.ranks.count == 1:
             message(time_left(self.estimate, self.durations.seconds))
 
@@ -231,11 +232,11 @@ class ShrinkRun:
         """Search for sets of `count` blocks; with given blocks, return them and what other methods choose."""
         with self.durations("search"):
             if self.given is None:
-                self.shrinker.remove_until(count)
-                return self.shrinker.sets(count)
-            if reason := self.shrinker.why_not(self.given):
+                self.search.remove_until(count)
+                return self.search.sets(count)
+            if reason := self.search.why_not(self.given):
                 raise CheckpointError(reason)
-            others = {} if self.followed is not None else self.shrinker.peer_sets(count)
+            others = {} if self.followed is not None else self.search.peer_sets(count)
             return {GIVEN: self.given} | others
 
     def only_plan(self) -> PlanRecord:
@@ -257,7 +258,7 @@ class ShrinkRun:
         if self._limit is not None:
             with self._fresh_process(out) as process:
                 shrunk, tested = largest_within(
-                    self.candidates, self.certifier, self._limit, opened.stored, self.recovery
+                    self.search, self.candidates, self.certifier, self._limit, opened.stored, self.recovery
                 )
                 return [self._written(shrunk, tested, out, overwrite, process)]
         made = []
@@ -343,34 +344,34 @@ class ShrinkRun:
         If a recovery follows, on a GPU after a short one of each set. Otherwise after least squares, and the best one
         is then trained on the windows to fit.
         """
-        shrinker, checkpoint = self.shrinker, self.opened.checkpoint
+        student, checkpoint = self.student, self.opened.checkpoint
         if self.recovery is not None:
             trial = replace(self.recovery, amount=self.recovery.amount.short, apart=None)
             return Candidates(
-                shrinker, refits=False, trial=trial if checkpoint.device.type == "cuda" else None,
+                student, refits=False, trial=trial if checkpoint.device.type == "cuda" else None,
                 observe=None if self.evaluation is None else self._observe,
             )  # fmt: skip
-        if not shrinker.repairs or checkpoint.stream is not None:
-            return Candidates(shrinker)
+        if not student.repairs or checkpoint.stream is not None:
+            return Candidates(student)
         needed, free = TRAINING * parameter_count(checkpoint.model), free_memory(checkpoint.device)
         if needed > free and checkpoint.device.type == "cpu":
             note = f"the repair did not train weights: this needs {size_text(needed)} of memory"
-            return Candidates(shrinker, notes=[f"{note}, and {size_text(free)} are free"])
-        steps = shrinker.effort.steps * (1 if checkpoint.objective == "loss" else HEADLESS)
+            return Candidates(student, notes=[f"{note}, and {size_text(free)} are free"])
+        steps = student.effort.steps * (1 if checkpoint.objective == "loss" else HEADLESS)
         tokens = int(as_samples(self.calibration.fit.inputs, checkpoint.reads).main.shape[1])
-        amount = Amount(tokens=steps * tokens * step_windows(shrinker.fit.windows, tokens))
-        return Candidates(shrinker, training=recovery_on_windows(self.calibration, amount, self.settings.seed))
+        amount = Amount(tokens=steps * tokens * step_windows(student.fit.windows, tokens))
+        return Candidates(student, training=recovery_on_windows(self.calibration, amount, self.settings.seed))
 
     def _recovery_advice(self) -> tuple[str, ...]:
         """Say what training would take, where a language model could have been trained and was not."""
-        shrinker, tokens = self.shrinker, AUTO_TOKENS
-        is_possible = self.opened.checkpoint.objective == "loss" and shrinker.repairs and self.settings.recover is None
+        student, tokens = self.student, AUTO_TOKENS
+        is_possible = self.opened.checkpoint.objective == "loss" and student.repairs and self.settings.recover is None
         if self.amount is not None or not is_possible:
             return ()
         passes = tokens / self.calibration.record.window * TRAINING_PASSES
         return (
             "the smaller model was not trained after the removal: at the pace of this run, --recover "
-            f"{tokens // 10**6}M would take about {duration(passes * shrinker.window_seconds)}, and --recover 30min "
+            f"{tokens // 10**6}M would take about {duration(passes * student.window_seconds)}, and --recover 30min "
             "takes as long as it says",
         )
 
@@ -468,7 +469,7 @@ class ShrinkRun:
             files=self.opened.files,
             layers=checkpoint.layers,
             removed=removed,
-            search=self.shrinker.steps,
+            search=self.search.steps,
             candidates=candidates,
             settings=self.settings,
             calibration=self.calibration.record,
@@ -497,7 +498,7 @@ class ShrinkRun:
             parameters=BeforeAfter(before=parameter_count(checkpoint.model), after=after),
             bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
             memory=None,
-            curve=() if shrunk is None else self.shrinker.curve(made.removed, made.objective),
+            curve=() if shrunk is None else self.search.curve(made.removed, made.objective),
             stages=made.stages,
             recovery=made.recovery,
             reload=None,
@@ -516,7 +517,7 @@ class ShrinkRun:
         if shrunk is None:
             return record
         notes = (*shrink_notes(record, self.opened, shrunk), *self.calibration.notes)
-        notes += (*self.shrinker.refusals, *self.candidates.notes)
+        notes += (*self.search.refusals, *self.candidates.notes)
         if self.ranks.count > 1:
             notes += (f"{self.ranks.count} processes divided the windows",)
         notes += self._recovery_advice() if checkpoint.stream is None else ()

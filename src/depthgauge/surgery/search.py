@@ -5,22 +5,15 @@ result, other sets are known: those of published methods, the best run of adjace
 after exchanges of single blocks. `candidates.py` compares them as finished models.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from depthgauge.base.format import counted
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.scores import angular_distance, block_influence
-from depthgauge.checkpoints.what_if import Edit, edited_losses
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
-from depthgauge.surgery.student import Student
+from depthgauge.surgery.student import Removed, Student
 from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
@@ -30,9 +23,6 @@ OURS, GREEDY, EXCHANGED, RUN = (
     "best run of adjacent blocks",
 )
 GIVEN = "given blocks"
-
-Removed = tuple[int, ...]
-"""Blocks to remove, in increasing order."""
 
 
 def by_influence(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed:
@@ -60,28 +50,22 @@ PEERS: Mapping[str, Callable[[DenseStates, int, Sequence[int]], Removed | None]]
 """Published methods that choose blocks to remove from the dense model's states alone. None: no run is allowed."""
 
 
-class Shrinker(Student):
-    """The search for blocks to remove.
+class Search:
+    """The search for blocks to remove from a model, without those that are `protected`.
 
-    - `steps`: the removals of the search so far
-    - `protected`: blocks that are never removed
-    - `window_seconds`: about how long a forward pass of one window takes
+    - `steps`: the removals so far
     """
 
-    def __init__(self, *args: Any, protected: Iterable[int] = (), **keywords: Any) -> None:
-        """Run the dense model on the calibration windows; the other arguments are those of `Student`."""
-        started = time.perf_counter()
-        super().__init__(*args, **keywords)
-        self.window_seconds = (time.perf_counter() - started) / (self.fit.windows + self.select.windows)
-        self.protected = frozenset(protected)
+    def __init__(self, student: Student, protected: Iterable[int] = ()) -> None:
+        self.student, self.protected = student, frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
-        self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
+        self._refused: dict[Removed, str | None] | None = {} if is_mixed(student.runner) else None
         self._scores: dict[int, float] = {}
 
     @property
     def allowed(self) -> list[int]:
         """The blocks of the dense model that may be removed."""
-        return [layer for layer in range(len(self.runner)) if layer not in self.protected]
+        return [layer for layer in range(len(self.student.runner)) if layer not in self.protected]
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
         """Continue the search up to `count` removals, or until the objective has increased by more than `limit`.
@@ -93,9 +77,9 @@ class Shrinker(Student):
             if layer is None:
                 return
             removed = self._with(layer)
-            self.steps += (SearchStep(layer=layer, objective=self.means_without([removed])[removed]),)
+            self.steps += (SearchStep(layer=layer, objective=self.student.means_without([removed])[removed]),)
             self._scores.pop(layer)
-            if limit is not None and self.steps[-1].objective - self.dense > limit:
+            if limit is not None and self.steps[-1].objective - self.student.dense > limit:
                 return
 
     def ranked(self) -> list[int]:
@@ -112,7 +96,7 @@ class Shrinker(Student):
         if self._refused is None:
             return None
         if removed not in self._refused:
-            self._refused[removed] = why_not_removed(self.runner, removed, self.example)
+            self._refused[removed] = why_not_removed(self.student.runner, removed, self.student.example)
         return self._refused[removed]
 
     @property
@@ -131,16 +115,16 @@ class Shrinker(Student):
         Only the best blocks of the last ranking are ranked again. The first time, half of the windows rank all blocks.
         """
         if not self.steps:
-            self._rank(self.ranked(), -(-self.effort.ranking // 2))
-        best = self.ranked()[: self.effort.breadth]
-        self._rank(best, self.effort.ranking)
+            self._rank(self.ranked(), -(-self.student.effort.ranking // 2))
+        best = self.ranked()[: self.student.effort.breadth]
+        self._rank(best, self.student.effort.ranking)
         order = dict.fromkeys([*sorted(best, key=self._scores.__getitem__), *self.ranked()])
         return next((layer for layer in order if self.why_not(self._with(layer)) is None), None)
 
     def _rank(self, blocks: Sequence[int], windows: int) -> None:
         """Measure the increase of the objective on the first selection windows without each of the blocks."""
-        sets, dense = {layer: self._with(layer) for layer in blocks}, float(self.dense_losses[:windows].mean())
-        means = self.means_without(sets.values(), windows, f"removal {len(self.steps) + 1}")
+        sets, dense = {layer: self._with(layer) for layer in blocks}, float(self.student.dense_losses[:windows].mean())
+        means = self.student.means_without(sets.values(), windows, f"removal {len(self.steps) + 1}")
         self._scores |= {layer: means[removed] - dense for layer, removed in sets.items()}
 
     def sets(self, count: int) -> dict[str, Removed]:
@@ -153,20 +137,21 @@ class Shrinker(Student):
         ours = {GREEDY: found, EXCHANGED: self.exchanged(found)} if len(found) == count else {}
         if made := {**ours, **self.peer_sets(count)}:
             return made
+        name = self.student.checkpoint.name
         raise CheckpointError(
-            f"no {counted(count, 'block')} that can be removed from {self.checkpoint.name} together were found: "
+            f"no {counted(count, 'block')} that can be removed from {name} together were found: "
             f"{'; '.join(self.refusals)}; remove another number of blocks, or name them with --remove-layers"
         )
 
     def peer_sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
-        runs = (run for run in runs_by_angle(self.select, count, self.allowed) if self.why_not(run) is None)
-        means = self.means_without(islice(runs, self.effort.breadth), self.effort.ranking, RUN)
+        runs = (run for run in runs_by_angle(self.student.select, count, self.allowed) if self.why_not(run) is None)
+        means = self.student.means_without(islice(runs, self.student.effort.breadth), self.student.effort.ranking, RUN)
         return self._published(count) | ({RUN: min(means, key=means.__getitem__)} if means else {})
 
     def _published(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods that can be removed."""
-        made = {name: choose(self.select, count, self.allowed) for name, choose in PEERS.items()}
+        made = {name: choose(self.student.select, count, self.allowed) for name, choose in PEERS.items()}
         return {name: gone for name, gone in made.items() if gone is not None and self.why_not(gone) is None}
 
     def exchanged(self, removed: Removed) -> Removed:
@@ -174,43 +159,17 @@ class Shrinker(Student):
 
         The best exchange of a block on the ranking windows is measured on all selection windows, without repair.
         """
-        others, left = self.ranked(), self.effort.swaps
+        others, left = self.ranked(), self.student.effort.swaps
         for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
             chosen = [other for other in others if other not in removed]
-            chosen = chosen[: min(left, max(1, self.effort.swaps // max(1, len(removed))))]
+            chosen = chosen[: min(left, max(1, self.student.effort.swaps // max(1, len(removed))))]
             left -= len(chosen)
             trials = [tuple(sorted({*removed, other} - {one})) for other in chosen]
-            means = self.means_without(trials, self.effort.ranking, f"exchange block {one}")
+            means = self.student.means_without(trials, self.student.effort.ranking, f"exchange block {one}")
             order = sorted(means, key=means.__getitem__)
             best = next((trial for trial in order if self.why_not(trial) is None), removed)
-            removed = min([removed, best], key=self.means_without([removed, best]).__getitem__)
+            removed = min([removed, best], key=self.student.means_without([removed, best]).__getitem__)
         return removed
-
-    def losses_without(
-        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
-    ) -> dict[Removed, Float[Tensor, " windows"]]:
-        """Return the objective without each set of blocks, unrepaired, on the first `windows` selection windows.
-
-        All sets that are not known from the journal are measured in one pass over the blocks, or in as few as memory
-        allows.
-        """
-        on = "" if windows is None else f" on {windows}"
-        keys = {removed: ",".join(map(str, removed)) + on for removed in sets}
-        known: dict[str, list[float]] = self.journal.get("sets", {})
-        new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
-        models = {tuple(Edit(layer, "block") for layer in removed): keys[removed] for removed in new}
-        if new:
-            self.restore()
-        for found in edited_losses(self.objective, self.select, [*models], part, progress=self.progress, label=label):
-            known = known | {models[edits]: losses.tolist() for edits, losses in found.items()}
-            self.journal.put("sets", known)
-        return {removed: torch.tensor(known[key], dtype=torch.float64) for removed, key in keys.items()}
-
-    def means_without(
-        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
-    ) -> dict[Removed, float]:
-        """Return the means of `losses_without`."""
-        return {removed: float(losses.mean()) for removed, losses in self.losses_without(sets, windows, label).items()}
 
     def curve(self, removed: Removed, final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
@@ -219,15 +178,15 @@ class Shrinker(Student):
         are measured without repair, the latter at this size alone.
         """
         count = len(removed)
-        points = [CurvePoint(method=OURS, removed=count, increase=final - self.dense)]
+        points = [CurvePoint(method=OURS, removed=count, increase=final - self.student.dense)]
         points += [
-            CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
+            CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.student.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
         found = self._published(count)
-        means = self.means_without(found.values())
+        means = self.student.means_without(found.values())
         points += [
-            CurvePoint(method=method, removed=count, increase=means[gone] - self.dense)
+            CurvePoint(method=method, removed=count, increase=means[gone] - self.student.dense)
             for method, gone in found.items()
         ]
         return tuple(points)
