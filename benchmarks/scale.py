@@ -5,10 +5,8 @@
 The models have random weights and the shapes of published ones, so these rows show time and memory, not quality. The
 checkpoint is made once in `--work`. Every row is a command in a process of its own, as a user types it. Its peak of GPU
 memory is what all processes took from the device while it ran, its peak of RAM what the process held apart from files
-that it mapped. Each row has the estimate that the command made before it began.
-
-`--shape 70b` writes four blocks, and `--rows step` measures one removal step on them. The estimate of the same step on
-all 80 blocks is printed too, from the configuration alone; for it, the disk is as fast as memory.
+that it mapped.
+`--shape 70b` writes four blocks, and `--rows step` measures one removal step on them.
 """
 
 import argparse
@@ -109,16 +107,6 @@ def make_model(shape: str, folder: Path, device: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def whole_model(shape: str, written: Path) -> Path:
-    """Return a directory with the configuration of the whole model, for estimates."""
-    folder = written.with_name(f"{written.name}-whole")
-    folder.mkdir(exist_ok=True)
-    config = json.loads((written / "config.json").read_text("utf-8"))
-    config["num_hidden_layers"] = SHAPES[shape]["num_hidden_layers"]
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    return folder
-
-
 def command_of(row: str, model: Path, text: Path, out: Path) -> list[str]:
     """Return the words of a command."""
     places = {"MODEL": model, "TEXT": text, "OUT": out.with_suffix(".json") if ROWS[row][0] == "gauge" else out}
@@ -126,7 +114,7 @@ def command_of(row: str, model: Path, text: Path, out: Path) -> list[str]:
 
 
 def measure(row: str, model: Path, text: Path, work: Path, weights: int) -> dict[str, Any]:
-    """Run one row; return its seconds, peaks of memory, estimate and durations."""
+    """Run one row; return its seconds, peaks of memory and durations."""
     out, seen = work / f"{row}.out", work / "seen.json"
     limit = int(LIMITS.get(row, lambda _: 0)(weights))
     began = time.perf_counter()
@@ -138,8 +126,7 @@ def measure(row: str, model: Path, text: Path, work: Path, weights: int) -> dict
     if code or found["code"]:
         raise RuntimeError(f"{row} ended with exit code {code or found['code']}")
     record = json.loads((out / "depthgauge.json" if out.is_dir() else out.with_suffix(".json")).read_text("utf-8"))
-    known = {name: record.get(name) for name in ("estimate", "durations", "notes", "stages")}
-    known["estimate"]["name"] = model.name  # without the directory
+    known = {name: record.get(name) for name in ("durations", "notes", "stages")}
     shutil.rmtree(out, ignore_errors=True)
     return found | known | {"row": row, "whole": time.perf_counter() - began}
 
@@ -162,15 +149,12 @@ def main() -> int:
     for row in options.rows.split(","):
         one = measure(row, model, options.text, options.work, weights) | {"shape": options.shape, "weights": weights}
         found.append(one)
-        share, expected = one["gpu"] / weights, sum(one["estimate"]["parts"].values())
+        share = one["gpu"] / weights
         print(
-            f"{row}: {one['whole']:.0f} s (estimate {expected:.0f} s), GPU {one['gpu'] / 1e9:.1f} GB "
+            f"{row}: {one['whole']:.0f} s, GPU {one['gpu'] / 1e9:.1f} GB "
             f"({share:.2f} of the weights), RAM {one['ram'] / 1e9:.1f} GB",
             flush=True,
         )
-        if options.shape in WRITTEN:
-            command = command_of(row, whole_model(options.shape, model), options.text, options.work / "none")
-            subprocess.run([sys.executable, "-m", "depthgauge", *command, "--estimate"], check=True)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from depthgauge.base.progress import no_message, silent
 from depthgauge.checkpoints.cloze import cloze_items
-from depthgauge.checkpoints.harness import TaskError, answer_tasks, load_tasks, task_tokens
+from depthgauge.checkpoints.harness import TaskError, answer_tasks, load_tasks
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.start_token import Start
 
@@ -107,19 +107,6 @@ def test_nothing_is_left_behind_and_progress_is_reported(tokenizer: Any, capfd: 
     assert steps[-1][0] <= steps[-1][1] == 4 * len(ROWS)
     assert said[0] == "loading the data of next_word.yaml"
     assert said[1].startswith("about 1 second for model: 120 answers")
-
-
-@pytest.mark.usefixtures("here")
-def test_the_tokens_of_tasks_are_estimated_from_the_first_items(tokenizer: Any) -> None:
-    """Counting before the answers changes nothing, and the estimate is near what is said while they are computed."""
-    said: list[str] = []
-    tasks, checkpoint = load_tasks(["next_word.yaml"], None, no_message), wrap(tiny_model("llama"))
-    counted = [task_tokens(tasks, tokenizer, limit) for limit in (0, 7)]
-    found = answer_tasks(checkpoint, tokenizer, BARE, tasks, 0, silent, said.append)["next_word"]
-    assert found == answered(checkpoint, tokenizer, BARE)
-    read = int(said[0].split(" answers, ")[1].split()[0].replace(",", ""))
-    assert counted[0] == pytest.approx(read, rel=0.1)
-    assert counted[1] == pytest.approx(read * 7 / len(ROWS), rel=0.2)
 
 
 def test_the_shipped_task_is_scored_by_lm_eval(tokenizer: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_checkpoint, save_tokenizer, text_of
 from tiny_models import tiny_model
-from tiny_shrinks import without_estimate
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
@@ -181,7 +180,6 @@ def test_a_weight_that_is_not_finite_is_named_before_any_forward_pass(
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 2] = value
     saved(model, tmp_path / "nan")
-    without_estimate(monkeypatch)
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda *_, **__: pytest.fail("a forward pass"))
     keywords: dict[str, Any] = {"text": corpus, **SMALL} | (SHRINK if verb == "shrink" else {})
     match = r"the weight model\.layers\.1\.mlp\.up_proj\.weight of .*nan has entries that are NaN or infinite"

@@ -12,12 +12,14 @@ from local_hub import COMMIT, TOKEN, LocalHub, serving, use_hub
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 
-from depthgauge.base.errors import InputError
+from depthgauge.base.errors import InputError, OutputError
+from depthgauge.checkpoints import load
 from depthgauge.checkpoints.hub import HubName, parse_hub_name, resolve
 from depthgauge.checkpoints.load import Placement, load_config, load_model
 from depthgauge.checkpoints.source import find
 from depthgauge.cli.main import main
 from depthgauge.results.checkpoint_subject import HubModel
+from depthgauge.surgery import write_model
 from depthgauge.workflows.gauge import gauge, load_result
 from depthgauge.workflows.shrink import shrink
 
@@ -295,3 +297,16 @@ def test_the_environment_of_huggingface_hub_is_used(hub: LocalHub, tmp_path: Pat
         )  # fmt: skip
         assert found.stdout == f"{home}/hub/models--org--plain/snapshots/{COMMIT}\n"
         assert ("Fetching" in found.stderr) == (offline == "0")  # the progress bar of the download
+
+
+def test_a_model_that_does_not_fit_is_not_downloaded(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration is enough, and for the output as well."""
+    monkeypatch.setattr(write_model, "free_disk", lambda out: 1000)
+    with pytest.raises(OutputError, match=r"cannot write smaller: it needs .* of the disk are free"):
+        shrink("org/plain", remove=1, out="smaller")
+    monkeypatch.setattr(load, "free_memory", lambda device=None: 1000)
+    for run in (lambda: gauge("org/plain"), lambda: shrink("org/plain", remove=1)):
+        with pytest.raises(InputError, match=r"org/plain.* is too large: .* and 1 kB are free"):
+            run()
+    assert "org/plain/config.json" in hub.served
+    assert "org/plain/model.safetensors" not in hub.served

@@ -118,5 +118,5 @@ def test_names_that_are_no_pieces() -> None:
 
 
 def test_a_gguf_file_has_no_dtype_of_its_own(folder: Path) -> None:
-    """Its weights are dequantized; an estimate asks for their dtype before they are."""
+    """Its weights are dequantized; their dtype is asked for before they are."""
     assert stored_dtype(LlamaConfig(dtype=None), find(folder / "whole.gguf")) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from refit_problems import LAYER, Problem
 from tiny_checkpoints import text_of
-from tiny_shrinks import quick, save, without_estimate
+from tiny_shrinks import quick, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -100,7 +100,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_shrink_ends_with_the_same_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_estimate(monkeypatch)
     made = []
     for windows in (1000, 32):
         model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))

@@ -67,7 +67,7 @@ def test_tables(run: Run) -> None:
         assert word not in outcome.out
     # On a slow machine a line of progress may stand between these two.
     said = outcome.err.splitlines()
-    assert said[0].startswith("estimate: about ")
+    assert said[0].startswith("it fits: ")
     assert "loading llama" in said
 
 

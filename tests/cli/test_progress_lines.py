@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from depthgauge.base import progress
 from depthgauge.cli import output
 
 
@@ -21,3 +22,16 @@ def test_slow_work_is_announced_and_progress_repeated(monkeypatch: pytest.Monkey
             time.sleep(0.01)
     assert said[0] == "measuring …"
     assert re.fullmatch(r"measuring: layer 0, 1 of 3 \(\d+ s\)", said[1])
+
+
+def test_the_time_left_is_that_of_the_current_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    pace = progress.Pace()
+    assert pace.left(2, 10) is None  # a resumed loop has done two already
+    now[0] += 8
+    assert pace.left(6, 10) == 8
+    assert pace.left(0, 10) is None  # the next loop
+    assert pace.left(1, 4) is None
+    now[0] += 2
+    assert pace.left(3, 4) == 1

@@ -23,7 +23,6 @@ from depthgauge.surgery import speed
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.gauge import gauge
 from depthgauge.workflows.shrink import shrink
-from depthgauge.workflows.shrink_run import ShrinkRun
 
 SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick"}
 RECOVER = "60k"
@@ -82,7 +81,6 @@ def main(folder: Path) -> None:
     launch = LaunchedCommand()
     launch.join()
     ranks = launch.ranks
-    ShrinkRun._estimate = lambda *_: None  # type: ignore[method-assign]
     results = found(folder, ranks)
     other: dict[str, Any] = {"window": 16, "ranks": ranks}
     if ranks.count < 3:

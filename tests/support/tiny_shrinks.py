@@ -8,7 +8,7 @@ import torch
 from tiny_checkpoints import save_tokenizer
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.library import quiet
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import ShrinkResult, shrink
 
@@ -34,13 +34,3 @@ def quick(model: Any, text: Path | None, **changes: Any) -> ShrinkResult:
 def train_for(steps: int, patch: Any) -> None:
     """Let the repair of `--effort quick` train for this many steps."""
     patch.setitem(EFFORT, "quick", replace(EFFORT["quick"], steps=steps))
-
-
-def without_estimate(monkeypatch: Any) -> None:
-    """Leave out the estimate before a run, which times blocks of a small model."""
-
-    def refuse(*_: Any) -> None:
-        raise CheckpointError("not estimated")
-
-    monkeypatch.setattr("depthgauge.workflows.gauge_checkpoint.estimate_gauge", refuse)
-    monkeypatch.setattr("depthgauge.workflows.shrink_run.ShrinkRun._estimate", lambda *_: None)

@@ -18,7 +18,7 @@ from forked import exit_code, forked
 from safetensors.torch import load_file
 from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import tiny_model, tokens
-from tiny_shrinks import LAYERS, quick, without_estimate
+from tiny_shrinks import LAYERS, quick
 from transformers import PreTrainedModel
 
 from depthgauge.base.errors import OutputError
@@ -49,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=WAYS)
 def run(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShrinkResult]:
-    without_estimate(monkeypatch)
     asked = {"remove": 2, "force": True, "device": "cpu", **WAYS[request.param]}
     return partial(quick, folder / "model", folder / "text.txt", **asked)
 

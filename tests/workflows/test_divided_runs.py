@@ -15,7 +15,7 @@ import torch
 from divided_runs import RECOVER, SHRINK, found, started
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import text_of
-from tiny_shrinks import save, without_estimate
+from tiny_shrinks import save
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.ranks import ENDED, Ranks
@@ -43,9 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        without_estimate(patch)
-        return json.loads(json.dumps(found(folder)))
+    return json.loads(json.dumps(found(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +200,6 @@ def test_a_killed_process_ends_the_others_and_the_run_is_resumed(
     assert said.count(f"error: {ENDED}") == said.count("error: ") == 1
     assert not out.exists()
     assert (tmp_path / "smaller.partial" / "journal.json").is_file()
-    without_estimate(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["depthgauge", *command, "--resume"])
     with pytest.raises(SystemExit) as ended:
         main()

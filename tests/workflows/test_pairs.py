@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from depthgauge.surgery.block_search import Search
 from tiny_checkpoints import save_checkpoint
 from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
-from tiny_shrinks import without_estimate
 from trained_models import objective_of
 
 import depthgauge as dg
@@ -35,7 +35,6 @@ from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import repair
 from depthgauge.surgery.candidates import Candidates, block_weights, put_weights, train
-from depthgauge.surgery.search import Search
 from depthgauge.surgery.student import EFFORT, Student
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
@@ -373,7 +372,6 @@ def test_too_few_pairs_and_too_many_blocks(place: Path, tmp_path: Path, monkeypa
         match="has 20 different pairs, and 376 are needed; give more pairs, or use --effort quick, which needs 132",
     ):
         dg.shrink(place / "t5", pairs=few, remove=1, device="cpu")
-    without_estimate(monkeypatch)
     monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(InputError, match="remove must be from 1 to 2 blocks, got 3"):
         dg.shrink(place / "bart", pairs=place / "pairs.jsonl", remove=3, effort="quick", device="cpu")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import tiny_model
-from tiny_shrinks import without_estimate
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
@@ -138,7 +137,6 @@ def test_unknown_token_ids_are_refused_before_the_model_runs(
     largest = tokenizer.convert_tokens_to_ids("more0" if where == "bos" else "more2")
     text.write_text(text_of(4000).replace("w7", "more2" if where == "text" else "w7"))
     ran: list[Any] = []
-    without_estimate(monkeypatch)
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda *args, **given: ran.append(args))
     expected = f"gives token ids up to {largest}, but the embedding of the model has 40 rows, for ids up to 39; use the"
     with pytest.raises(CheckpointError, match=expected):

@@ -22,6 +22,25 @@ def silent(done: int, total: int, label: str) -> None:
     """Ignore the report. This is the default callback."""
 
 
+class Pace:
+    """The time that a loop still takes, from the time that it has taken so far.
+
+    A loop begins where the total changes, or where less is done than before.
+    """
+
+    def __init__(self) -> None:
+        self._total, self._done, self._first, self._started = 0, 0, 0, 0.0
+
+    def left(self, done: int, total: int) -> float | None:
+        """Return the seconds left of a loop with `done` of `total` units finished; None if that is not known."""
+        now = time.monotonic()
+        if total != self._total or done < self._done:
+            self._total, self._first, self._started = total, done, now
+        self._done = done
+        finished = done - self._first
+        return (now - self._started) / finished * (total - done) if finished and done < total else None
+
+
 class Durations:
     """The seconds that parts of a computation took, by name: `with durations("search"): …`.
 

@@ -33,8 +33,6 @@ METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics that say for each item whether the answer is right; the first one that a task has is its main metric."""
 _TYPES = ("multiple_choice", "loglikelihood")
 _MOST_BATCH = 64
-_COUNTED = 20
-"""Items of a task whose tokens are counted for an estimate."""
 _FEWSHOT_SEED = 1234
 """The harness's own default."""
 
@@ -136,23 +134,6 @@ def answer_tasks(
         model = _harness_model(checkpoint, tokenizer, start, progress, message)
         done = evaluate(lm=model, task_dict={"tasks": tasks}, limit=limit or None, bootstrap_iters=0, log_samples=True)
     return {name: _answers(task, done["samples"][name]) for name, task in tasks.items()}
-
-
-def task_tokens(tasks: dict[str, Any], tokenizer: Any, limit: int) -> int:
-    """Return about how many tokens a model reads to answer the first `limit` items of each task, all if it is 0.
-
-    The first `_COUNTED` items of each task stand for all.
-    """
-    total = 0.0
-    with _quiet_harness():
-        for task in tasks.values():
-            items = min(limit or len(task.eval_docs), len(task.eval_docs))
-            counted = min(items, _COUNTED)
-            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-            task.build_all_requests(limit=counted)
-            read = ("".join(map(str, request.args)) for request in task.instances)
-            total += items / max(1, counted) * sum(len(tokenizer.encode(text)) for text in read)
-    return int(total)
 
 
 def _answers(task: Any, samples: Sequence[dict[str, Any]]) -> ItemAnswers:

@@ -13,6 +13,7 @@ import torch
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, size_text
+from depthgauge.base.progress import no_message
 from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
@@ -20,7 +21,7 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
-from depthgauge.checkpoints.source import TOKENIZER_FILES, Source, gguf_sliding_blocks, require_streamable
+from depthgauge.checkpoints.source import TOKENIZER_FILES, Source, gguf_sliding_blocks, require_streamable, weight_files
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
 from depthgauge.checkpoints.unpack_gguf import unpack_gguf
@@ -309,7 +310,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     elif placement.device_map is not None:
         keywords["device_map"] = placement.device_map
     else:
-        check_memory(source, placement, parameter_count(skeleton))
+        check_memory(source, placement, skeleton)
     wanted = placement.torch_dtype()
     keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
@@ -335,14 +336,17 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     return replace(wrap(model, source.name, source, objective), stream=stream)
 
 
-def fitted(source: Source, config: Any, placement: Placement, message: Callable[[str], None]) -> Placement:
+def fitted(source: Source, config: Any, placement: Placement, message: Callable[[str], None] = no_message) -> Placement:
     """Return the placement, with streamed weights if they would not fit otherwise, and say so.
+
+    A source without weight files, which are not downloaded yet, has those of its configuration.
 
     Raises:
         CheckpointError: the weights do not fit, and they cannot be streamed, or they have too few tensors.
     """
     layers = int(config.get_text_config().num_hidden_layers)
-    if layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
+    is_here = source.gguf is not None or bool(weight_files(source))
+    if is_here and layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
         raise CheckpointError(
             f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
             f"{stored} tensors; correct the number of layers, or download it again"
@@ -351,7 +355,7 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
         return placement
     skeleton = built_model(source.target, config, loader_of(config, source)[0], placement.trust_remote_code)
     try:
-        check_memory(source, placement, parameter_count(skeleton))
+        check_memory(source, placement, skeleton)
     except CheckpointError:
         streamed, device = replace(placement, stream=True), placement.torch_device()
         with suppress(CheckpointError):
@@ -402,13 +406,16 @@ def refuse_infinite(model: Any, name: str) -> None:
             )
 
 
-def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
+def check_memory(source: Source, placement: Placement, skeleton: Any = None) -> None:
     """Raise if the weights, in the requested dtype, do not fit into free memory.
 
-    `described` is the number of parameters according to the configuration; see `built_model`.
+    `skeleton` is the model according to the configuration; see `built_model`.
     """
     parameters, stored = count_parameters(source)
-    chosen, parameters = placement.torch_dtype(), max(parameters, described)
+    if skeleton is not None:
+        parameters = max(parameters, parameter_count(skeleton))
+        stored = stored or sum(weight.nbytes for weight in skeleton.parameters())
+    chosen = placement.torch_dtype()
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     free = free_memory(device := placement.torch_device())
     if needed > free:

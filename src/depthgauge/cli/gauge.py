@@ -8,7 +8,6 @@ import typer
 from depthgauge.base.errors import OutputError
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.cli.print_estimate import print_estimate
 from depthgauge.results.gauge_options import PATHS, GaugeOptions
 
 if TYPE_CHECKING:
@@ -41,15 +40,6 @@ def command(
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
     overwrite: Overwrite = False,
-    estimate: Annotated[
-        bool,
-        typer.Option(
-            "--estimate",
-            help="Only print the expected time of every part and memory. Needs no weights: a directory with a "
-            "config.json is enough.",
-            rich_help_panel="Checkpoints",
-        ),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does useful work.
@@ -70,16 +60,13 @@ def command(
 
     `depthgauge gauge ./vit --images photos` gauges a model of images on a directory of images.
 
-    `depthgauge gauge ./my-model --estimate` prints how long this takes and how much memory it needs, after timing a few
-    blocks with random weights on this machine.
-
     `torchrun --nproc-per-node 4 -m depthgauge gauge ./my-model --text corpus.txt --out r.json` divides the windows over
     four GPUs.
 
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.
     """
-    from depthgauge.workflows.gauge import expect_gauge, gauge
+    from depthgauge.workflows.gauge import gauge
 
     fields: dict[str, Any] = {}
     if no_what_if:
@@ -87,10 +74,6 @@ def command(
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         fields["what_if"] = "none"
     ranks = context.obj
-    if estimate:
-        ranks.refuse("--estimate")
-        print_estimate(expect_gauge(target, options, note, **fields), as_json)
-        return
     fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite, "ranks": ranks}
     try:
         with progress_bar("gauging") as progress:

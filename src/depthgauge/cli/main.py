@@ -53,7 +53,10 @@ for verb in (claims, separate, reproduce):
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 DIVIDED = ("gauge", "shrink", "recover")
 """The commands that several processes can run together."""
-GONE = {"--heal": HEAL_IS_GONE}
+GONE = {
+    "--heal": HEAL_IS_GONE,
+    "--estimate": "--estimate is gone: a run says at its start whether it fits, and prints the time that is left",
+}
 """Former options, and what is said instead."""
 # What typer returns when a command was interrupted, and what shells report for it.
 _INTERRUPTED = InterruptedRunError.exit_code

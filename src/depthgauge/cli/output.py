@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from depthgauge.base.progress import Step
+from depthgauge.base.format import duration
+from depthgauge.base.progress import Pace, Step
 
 stderr = Console(stderr=True)
 START_DELAY = 1.0
@@ -49,19 +50,21 @@ def progress_bar(what: str) -> Iterator[Step]:
     """Report the progress of `what` on standard error; yield the function that updates it.
 
     On a terminal this is a progress bar, which appears with the first update, so that a download before it can show its
-    own. Elsewhere a plain line is printed at the start and every 30 seconds.
+    own. Elsewhere a plain line is printed at the start and every 30 seconds. Both have the time that the current loop
+    still takes at its own pace.
     """
     if not stderr.is_terminal:
         with _plain_progress(what) as step:
             yield step
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=stderr, transient=True)
-    task = bar.add_task(what, total=None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
+    bar, pace = Progress(*columns, console=stderr, transient=True), Pace()
+    task = bar.add_task(what, total=None, left="")
 
     def update(done: int, total: int, label: str) -> None:
         bar.start()
-        bar.update(task, completed=done, total=total, description=f"{what} {label}".strip())
+        left = _left(pace, done, total)
+        bar.update(task, completed=done, total=total, description=f"{what} {label}".strip(), left=left)
 
     try:
         yield update
@@ -69,20 +72,26 @@ def progress_bar(what: str) -> Iterator[Step]:
         bar.stop()
 
 
+def _left(pace: Pace, done: int, total: int) -> str:
+    seconds = pace.left(done, total)
+    return "" if seconds is None else f"{duration(seconds)} left"
+
+
 @contextmanager
 def _plain_progress(what: str) -> Iterator[Step]:
     """Print a line after `START_DELAY` seconds and another one every `HEARTBEAT` seconds, from a thread."""
-    started, finished, state = time.monotonic(), threading.Event(), [what]
+    started, finished, state, pace = time.monotonic(), threading.Event(), [what, ""], Pace()
 
     def step(done: int, total: int, label: str) -> None:
-        state[0] = f"{what}: {label}, {done} of {total}" if label else what
+        left = _left(pace, done, total)
+        state[:] = f"{what}: {label}, {done} of {total}" if label else what, f", {left}" if left else ""
 
     def beat() -> None:
         if finished.wait(START_DELAY):
             return
         note(f"{what} …")
         while not finished.wait(HEARTBEAT):
-            note(f"{state[0]} ({time.monotonic() - started:.0f} s)")
+            note(f"{state[0]} ({time.monotonic() - started:.0f} s{state[1]})")
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

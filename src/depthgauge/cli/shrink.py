@@ -10,8 +10,6 @@ from depthgauge.base.errors import DepthgaugeError, InputError
 from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.cli.print_estimate import print_estimate
-from depthgauge.results.estimate_record import DIRECTORY, GGUF, PLAN
 from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
@@ -57,14 +55,6 @@ def command(
         typer.Option("--resume", help="Continue the interrupted run of the same command.", rich_help_panel=_FILES),
     ] = False,
     overwrite: Overwrite = False,
-    estimate: Annotated[
-        bool,
-        typer.Option(
-            "--estimate",
-            help="Only print the expected time of every part, memory and disk space. Needs no weights: a directory "
-            "with a config.json is enough.",
-        ),
-    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result document instead of tables; with --sizes, a list of them.")
     ] = False,
@@ -104,26 +94,16 @@ def command(
     `depthgauge shrink model.gguf --text corpus.txt --remove 25% --out smaller.gguf` writes a GGUF file that llama.cpp
     loads, quantized as the source is, and `smaller.depthgauge.json` with the result next to it.
 
-    `depthgauge shrink ./model --remove 25% --estimate` prints how long this takes and how much memory it needs, after
-    timing a few blocks with random weights on this machine. The weights are neither read nor downloaded.
-
     `torchrun --nproc-per-node 4 -m depthgauge shrink ./model --text corpus.txt --remove 25% --out ./smaller` divides
     the windows over four GPUs, each of which has the whole model.
 
     After an interruption, run the same command with `--resume`.
     """
     outputs = {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan}
-    check_request(options, outputs, estimate)
-    from depthgauge.workflows.shrink import expect_shrink, plan_shrink, shrink
+    check_request(options, outputs)
+    from depthgauge.workflows.shrink import plan_shrink, shrink
 
     ranks = context.obj
-    if estimate:
-        ranks.refuse("--estimate")
-        from depthgauge.surgery.output_names import is_gguf_name
-
-        makes = PLAN if plan_only is not None else GGUF if is_gguf_name(out) else DIRECTORY
-        print_estimate(expect_shrink(model, options, makes, from_plan, note), as_json)
-        return
     files: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "message": note, "ranks": ranks}
     if plan_only is not None:
         with progress_bar("searching") as progress:
@@ -146,8 +126,8 @@ def command(
         raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))
 
 
-def check_request(options: ShrinkOptions, files: Mapping[str, Path | None], estimate: bool = False) -> None:
-    """Raise if options, or the flags of `files`, are missing or contradict each other; an estimate needs no output."""
+def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> None:
+    """Raise if options, or the flags of `files`, are missing or contradict each other."""
     out, plan_only = files["--out"], files["--plan-only"]
     if plan_only is not None:
         if files["--from-plan"] is not None:
@@ -155,7 +135,7 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None], esti
         for flag in ("--out", "--report"):
             if files[flag] is not None:
                 raise InputError(f"--plan-only stops after the search, so there is nothing for {flag}; leave it out")
-    elif out is None and not estimate:
+    elif out is None:
         raise InputError(
             "--out is missing; give the directory or the .gguf file to create, or --plan-only to search only"
         )

@@ -7,7 +7,6 @@ from typing import Any
 from depthgauge.base.errors import unknown_name
 from depthgauge.base.frames import frame, html_facts
 from depthgauge.results.checkpoint_subject import CheckpointSubject
-from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.network_subject import NetworkSubject
 from depthgauge.results.record import Number, Record, ResultError, check_schema, load_document, read
@@ -22,14 +21,13 @@ Subject = NetworkSubject | CheckpointSubject
 class GaugeRecord(Record, frozen=True, kw_only=True):
     """What `gauge` found: one subject per network or checkpoint (docs/formats.md names every key).
 
-    - `estimate`, `seconds`: what a run on a checkpoint was expected to take, and how long it took
+    - `seconds`: how long a run on a checkpoint took
     """
 
     schema: str = SCHEMA
     version: str
     settings: GaugeSettings
     subjects: tuple[Subject, ...]
-    estimate: EstimateRecord | None = None
     seconds: Number | None = None
 
     def summary(self) -> Mapping[str, str]:

@@ -11,7 +11,6 @@ from depthgauge.base.errors import unknown_name
 from depthgauge.base.format import counted, number
 from depthgauge.base.frames import frame
 from depthgauge.results.checkpoint_subject import HubModel
-from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
@@ -281,7 +280,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
     - `stages`: the stages of the repair; `recovery`: the training after it, None without one
     - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; with `--sizes`, both
-      include the sizes before this one; `estimate`: what was expected of all sizes, None if that was not known
+      include the sizes before this one
     - `evaluation`: both models on tasks, the dense one first; None if no tasks were asked for
     - `out`: the directory or the GGUF file of the shrunk model; None if nothing was written
     """
@@ -305,7 +304,6 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     curve: tuple[CurvePoint, ...]
     stages: tuple[RepairStage, ...] = ()
     durations: dict[str, Number] = msgspec.field(default_factory=dict)
-    estimate: EstimateRecord | None = None
     recovery: RecoveryRecord | None = None
     reload: ReloadRecord | None
     evaluation: EvaluateRecord | None = None

@@ -270,10 +270,7 @@ def durations_sentence(record: ShrinkRecord) -> str:
     total = sum(record.durations.values())
     parts = sorted(record.durations.items(), key=lambda part: -part[1])
     shares = [f"{name} {number(100 * seconds / total, 2)} %" for name, seconds in parts if seconds >= 0.005 * total > 0]
-    expected = (
-        "" if record.estimate is None else f"; {duration(total)}, expected were {duration(record.estimate.seconds)}"
-    )
-    return f"time: {', '.join(shares)}{expected}" if shares else ""
+    return f"time: {', '.join(shares)}; {duration(total)}" if shares else ""
 
 
 def recover_verdict(record: RecoverRecord) -> str:

@@ -53,10 +53,10 @@ def requested_counts(
     return (settings.count(layers, name),)
 
 
-def blocks_over(
-    checkpoint: Checkpoint, limit: int, stored: torch.dtype | GgufLayout | None, repairs: bool = True
-) -> int:
-    """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
+def written_sizes(
+    checkpoint: Checkpoint, stored: torch.dtype | GgufLayout | None, repairs: bool
+) -> tuple[int, list[int]]:
+    """Return the bytes of all weights and, in increasing order, those of each block, as they are written.
 
     Weights are counted in the dtype `stored`, in the types that a GGUF file has after `repairs`, or in their own.
     """
@@ -65,10 +65,18 @@ def blocks_over(
         return sum(one.numel() * (stored if isinstance(stored, torch.dtype) else one.dtype).itemsize for one in weights)
 
     if isinstance(stored, GgufLayout):
-        total, blocks = stored.sizes(repairs)
-    else:
-        total = size(checkpoint.model.parameters())
-        blocks = sorted(size(block.parameters()) for block in blocks_of(checkpoint))
+        return stored.sizes(repairs)
+    return size(checkpoint.model.parameters()), sorted(size(block.parameters()) for block in blocks_of(checkpoint))
+
+
+def blocks_over(
+    checkpoint: Checkpoint, limit: int, stored: torch.dtype | GgufLayout | None, repairs: bool = True
+) -> int:
+    """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
+
+    See `written_sizes`.
+    """
+    total, blocks = written_sizes(checkpoint, stored, repairs)
     if total <= limit:
         taken = f"{checkpoint.name} takes {size_text(total)}"
         raise InputError(f"--max-bytes {size_text(limit)} removes nothing, because {taken}; give a smaller size")

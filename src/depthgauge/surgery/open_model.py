@@ -80,6 +80,7 @@ class ReadModel:
     """Everything about a model but its weights, checked, and the texts or images that it will be calibrated on.
 
     - `source`: its files; None for a model from memory, which is `checkpoint`
+    - `whole`: the model on the device `meta`, or the one from memory
     - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
     - `files`, `stored`, `read`: see `OpenedModel`
     - `placement`: how it is loaded; the weights are streamed if they do not fit
@@ -87,6 +88,7 @@ class ReadModel:
 
     source: Source | None
     checkpoint: Checkpoint | None
+    whole: Checkpoint
     config: Any
     tokenizer: Any
     files: dict[str, str]
@@ -118,7 +120,7 @@ def read_model(
         checkpoint = _from_memory(model, settings, tokenizer)
         check_model(settings, checkpoint, stored, plan)
         read = _read(tokenizer, settings, checkpoint, None)
-        return ReadModel(None, checkpoint, model.config, tokenizer, files, stored, read, Placement())
+        return ReadModel(None, checkpoint, checkpoint, model.config, tokenizer, files, stored, read, Placement())
     placement = Placement.of(settings)
     config = load_config(source, placement, read_kind(settings))
     tokenizer = load_reader(source, placement, settings, tokenizer)
@@ -134,7 +136,7 @@ def read_model(
     files = file_digests(source)
     if plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
-    return ReadModel(source, None, config, tokenizer, files, stored, read, placement)
+    return ReadModel(source, None, whole, config, tokenizer, files, stored, read, placement)
 
 
 def open_model(

@@ -12,12 +12,12 @@ from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.record import finite
 from depthgauge.results.recover_record import RecoveryRecord
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage, TestedSize
+from depthgauge.surgery.block_search import Search
 from depthgauge.surgery.candidates import Candidates, Losses, block_weights, difference, train
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
 from depthgauge.surgery.gguf_rounding import round_changed
-from depthgauge.surgery.search import Search
 from depthgauge.surgery.student import Removed, Student
 
 _BEYOND = 2.0

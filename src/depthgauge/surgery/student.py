@@ -1,6 +1,5 @@
 """The shrunk model while it is being made: the dense model with some blocks left out and some weights changed."""
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,7 +81,6 @@ class Student:
     - `effort`, `repairs`: how much work to do, and whether weights may change
     - `journal`: the finished steps of an interrupted run
     - `durations`: how long search, repair and recovery took
-    - `window_seconds`: about how long a forward pass of one window takes
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class Student:
         progress: Step = silent,
     ) -> None:
         require_supported(checkpoint)
-        started = time.perf_counter()
         self.durations = durations or Durations()
         self.checkpoint, self.effort = checkpoint, effort
         self.repairs = repair = repair and any(checkpoint.families)
@@ -111,7 +108,6 @@ class Student:
         self.objective = Objective(self.runner, self.select.inputs, self.select.final)
         self.dense_losses = self.objective(self.select.final)
         self.kept = list(range(len(self.runner)))
-        self.window_seconds = (time.perf_counter() - started) / (self.fit.windows + self.select.windows)
         self._originals: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> "Student":

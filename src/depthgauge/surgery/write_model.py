@@ -89,12 +89,16 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
 
 def require_room(out: str | Path, needed: int) -> None:
     """Raise if the disk of an output has less than `needed` bytes free."""
-    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
-    if needed > free:
+    if needed > (free := free_disk(out)):
         raise OutputError(
             f"cannot write {out}: it needs {size_text(needed)}, and {size_text(free)} of the disk are free; free some "
             "space or give another --out"
         )
+
+
+def free_disk(out: str | Path) -> int:
+    """Return the free bytes of the disk of an output."""
+    return shutil.disk_usage(Path(os.path.realpath(out)).parent).free
 
 
 def refuse_other_files(folder: Path, out: str | Path) -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._version import __version__
-from depthgauge.base.errors import InputError, OutputError
+from depthgauge.base.errors import OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.text_files import input_paths
 from depthgauge.report.write import check_page, page_text, write_report
-from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.results.record import take_directory
@@ -64,7 +63,7 @@ def gauge(
         resume: continue the interrupted run with the same `out`.
         overwrite: replace files at `out` and `report`, and start again where an interrupted run has stopped.
         progress: called with (done, total, label) as the work advances.
-        message: called with a sentence where there is something to tell, such as the expected duration.
+        message: called with a sentence where there is something to tell, such as the memory that is needed.
         ranks: the processes that divide the windows, each of which makes this call; process 0 writes.
         **fields: any option of `GaugeOptions` by name, such as `text="corpus.txt"`; overrides `options`.
 
@@ -96,15 +95,15 @@ def gauge(
             request = check_gauge(found, asked, message)
             from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint  # torch and transformers take seconds
 
-            settings, subject, estimate = gauge_checkpoint(request, tokenizer, journal, progress, message)
+            settings, subject = gauge_checkpoint(request, tokenizer, journal, progress, message)
             subjects: tuple[Any, ...] = (subject,)
-            taken: dict[str, Any] = {"estimate": estimate, "seconds": time.perf_counter() - started}
+            seconds: float | None = time.perf_counter() - started
         else:
             from depthgauge.workflows.gauge_network import gauge_networks
 
             settings, subjects = gauge_networks(found, asked, progress, message)
-            taken = {}
-        result = GaugeResult(version=__version__, settings=settings, subjects=subjects, **taken)
+            seconds = None
+        result = GaugeResult(version=__version__, settings=settings, subjects=subjects, seconds=seconds)
         try:
             if out is not None:
                 journal.write(out, result.dump(), overwrite)
@@ -116,24 +115,6 @@ def gauge(
             error.result = result
             raise
     return result
-
-
-def expect_gauge(
-    target: Any, options: GaugeOptions | None = None, message: Callable[[str], None] = no_message, **fields: Any
-) -> EstimateRecord:
-    """Estimate what `gauge` would take on a checkpoint, without weights: those on the hub are not downloaded.
-
-    The arguments are those of `gauge`. An InputError says that the target or an option cannot be used, or that no
-    blocks can be built from its configuration.
-    """
-    found, asked = resolve_target(target), make_options(options, fields)
-    asked.check(found.kind, found.description)
-    if found.kind != CHECKPOINTS:
-        raise InputError(f"--estimate applies to checkpoints; {found.description} is a network. Leave it out")
-    request = check_gauge(found, asked, message, weights=False)
-    from depthgauge.workflows.gauge_estimate import estimate_gauge
-
-    return estimate_gauge(request)
 
 
 def load_result(path: str | Path) -> GaugeResult:

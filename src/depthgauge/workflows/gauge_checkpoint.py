@@ -1,7 +1,7 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from depthgauge.checkpoints.load import (
     require_kind,
     wrap,
 )
+from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.reads_text import started_windows
@@ -48,27 +49,27 @@ from depthgauge.checkpoints.window_observer import observe_blocks, observe_windo
 from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
-from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
+from depthgauge.surgery.block_sizes import describe_model
 from depthgauge.workflows.checkpoint_record import subject_record
-from depthgauge.workflows.gauge_estimate import estimate_gauge
 from depthgauge.workflows.gauge_request import GaugeRequest
+from depthgauge.workflows.needed_room import room_of
 
 
 def gauge_checkpoint(
     request: GaugeRequest, tokenizer: Any, journal: Journal, progress: Step, message: Callable[[str], None]
-) -> tuple[GaugeSettings, CheckpointSubject, EstimateRecord | None]:
+) -> tuple[GaugeSettings, CheckpointSubject]:
     """Gauge a directory, a GGUF file, a model on the hub or one in memory.
 
     Every option and file is checked before weights are read.
 
     The journal keeps every finished step; the steps of an interrupted run are not measured again. `message` is called
-    with sentences such as the expected duration.
+    with sentences such as the memory that is needed.
 
     Returns:
-        The options with their defaults filled in, the subject, and what the run was expected to take.
+        The options with their defaults filled in, and the subject.
     """
     target, options, asked, source = request.target, request.given, request.asked, request.source
     assert asked.tokens is not None
@@ -131,12 +132,9 @@ def gauge_checkpoint(
     journal.begin(settings.to_json() | {"files": files, "sha256": digest})
     if source is not None:
         placement = fitted(source, config, placement, message)
-    given = windows if isinstance(windows, GivenWindows) else None
-    estimate = None
-    if journal.ranks.index == 0:  # processes that time blocks together would disturb each other
-        with suppress(CheckpointError):  # no few blocks of this model can be timed; loading says more
-            estimate = estimate_gauge(request, config, given, placement)
-            message(estimate.sentence if journal.ranks.count == 1 else f"{estimate.sentence}, in one process")
+        whole = describe_model(source, config, *loader_of(config, source), placement)
+        tokens = int(windows.ids.shape[1]) if isinstance(windows, Windows) else 0
+        message(room_of(whole, placement.stream, 1, tokens).sentence(placement.torch_device()))
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
             checkpoint = wrap(target.model, str(target.name))
@@ -147,7 +145,7 @@ def gauge_checkpoint(
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress, journal.ranks)
             first_layer = journal.ranks.shared(lambda: first_layer_bound(checkpoint, progress))
-            return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer), estimate
+            return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
         inputs: Inputs
         if isinstance(windows, GivenWindows):
             checkpoint, inputs = prepared(checkpoint, windows, asked), windows.inputs
@@ -174,7 +172,7 @@ def gauge_checkpoint(
             notes.append(f"{journal.ranks.count} processes divided the windows")
         found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
         seen = subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
-        return settings, seen, estimate
+        return settings, seen
 
 
 def _fewer(text: TextWindows, asked: GaugeOptions) -> list[str]:

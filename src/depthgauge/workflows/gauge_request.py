@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.found_inputs import find_given
-from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import TextFile, find_text
 from depthgauge.results.gauge_options import CHECKPOINTS, ONE_BY_ONE, GaugeOptions, chosen_kinds
 from depthgauge.results.shrink_options import ABOUT_FILES
+from depthgauge.workflows.resolved_model import resolved
 from depthgauge.workflows.target import Target
 
 
@@ -33,13 +33,8 @@ class GaugeRequest:
     source: Source | None
 
 
-def check_gauge(
-    target: Target, options: GaugeOptions, message: Callable[[str], None], weights: bool = True
-) -> GaugeRequest:
-    """Find the files of checked options; a model on the hub is downloaded if everything else is right.
-
-    Without `weights`, as for an estimate, its weights are neither needed nor downloaded.
-    """
+def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], None]) -> GaugeRequest:
+    """Find the files of checked options; a model on the hub is downloaded if everything else is right, and it fits."""
     asked = options.with_defaults(CHECKPOINTS)
     assert asked.what_if is not None
     kinds = chosen_kinds(asked.what_if)
@@ -52,8 +47,7 @@ def check_gauge(
     if target.model is None:
         assert target.name is not None
         path = target.path or target.name
-        trusted = bool(asked.trust_remote_code)
-        source = resolve(path, bool(asked.allow_pickle), asked.tokenizer, message, trusted, weights)
+        source = resolved(path, asked, message)
         check_reads(source, asked, given)
     else:
         for name in ABOUT_FILES:

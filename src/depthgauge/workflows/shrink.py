@@ -1,6 +1,6 @@
 """`shrink`: remove blocks from a checkpoint, repair the rest, bound what it costs, and write the smaller model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,13 @@ from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.found_inputs import find_given
-from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.hub import parse_hub_name
 from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
 from depthgauge.checkpoints.text_files import find_texts, input_paths
 from depthgauge.report.write import check_page, sizes_page_text, write_report
-from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.evaluate_options import split_tasks
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
@@ -29,6 +28,7 @@ from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_s
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.output_names import check_gguf_output, has_written, is_gguf_name, output_folders, record_file
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
+from depthgauge.workflows.resolved_model import resolved
 from depthgauge.workflows.target import is_transformers_model, resolve_target
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def shrink(
         overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
             stopped. A directory with any file that does not belong to a checkpoint is never replaced.
         progress: called with (done, total, label) as the work advances.
-        message: called with a sentence where there is something to tell, such as the expected duration.
+        message: called with a sentence where there is something to tell, such as the memory that is needed.
         ranks: the processes that divide the windows, each of which makes this call; process 0 writes.
         **fields: any option of `ShrinkOptions` by name, such as `remove=7`; overrides `options`.
 
@@ -155,7 +155,7 @@ def shrink(
                 check_outputs(files, inputs, overwrite=overwrite or written, is_own=journal.has_written)
             elif parse_hub_name(model) is not None:
                 check_output_directory(place, None, overwrite or journal.has_written(place))
-        source = _find_source(model, settings, message)
+        source = _find_source(model, settings, message, places)
         if as_gguf:
             check_gguf_output(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
         for place in [] if as_gguf else places:
@@ -164,7 +164,8 @@ def shrink(
             check_output_directory(place, source, overwrite or journal.has_written(place), needed)
             if resume:
                 remove_unfinished(place)
-        from depthgauge.workflows.shrink_run import ShrinkRun  # torch and transformers take seconds
+        # torch and transformers take seconds
+        from depthgauge.workflows.shrink_run import DIRECTORY, GGUF, MEMORY, ShrinkRun
 
         makes = MEMORY if out is None else GGUF if as_gguf else DIRECTORY
         run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, makes)
@@ -218,7 +219,7 @@ def plan_shrink(
         if writes:
             check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings, message)
-        from depthgauge.workflows.shrink_run import ShrinkRun
+        from depthgauge.workflows.shrink_run import PLAN, ShrinkRun
 
         run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message, PLAN)
         with run.student:
@@ -226,27 +227,6 @@ def plan_shrink(
         if out is not None and writes:
             journal.write(out, found.dump(), overwrite)
     return found
-
-
-def expect_shrink(
-    model: str | Path,
-    options: ShrinkOptions,
-    makes: str = DIRECTORY,
-    plan: str | Path | None = None,
-    message: Callable[[str], None] = no_message,
-) -> EstimateRecord:
-    """Estimate what `shrink` would take, without weights: those of a model on the hub are not downloaded.
-
-    `makes` is what it would end with: `PLAN`, `DIRECTORY` or `GGUF`. The other arguments are those of `shrink`. An
-    InputError says that the model or an option cannot be used, or that no blocks can be built from its configuration.
-    """
-    followed = None if plan is None else read_plan(plan)
-    settings = _settings(options, {}, followed)
-    source = _find_source(model, settings, message, weights=False)
-    assert source is not None  # the model is no object in memory
-    from depthgauge.workflows.shrink_expected import expected_of
-
-    return expected_of(source, settings, followed, makes, message)
 
 
 def _settings(
@@ -275,9 +255,12 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
 
 
 def _find_source(
-    model: Any, settings: ShrinkOptions, message: Callable[[str], None], weights: bool = True
+    model: Any, settings: ShrinkOptions, message: Callable[[str], None], outputs: Iterable[Path] = ()
 ) -> Source | None:
-    """Return the checkpoint of a path or of a name on the hub, or None for a model in memory."""
+    """Return the checkpoint of a path or of a name on the hub, or None for a model in memory.
+
+    A model on the hub is not downloaded if it does not fit into memory, or what is made of it onto the disk.
+    """
     if is_transformers_model(model):
         return None
     if not isinstance(model, str | Path):
@@ -297,7 +280,6 @@ def _find_source(
     given = find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
-    trusted = settings.trust_remote_code
-    source = resolve(model, settings.allow_pickle, settings.tokenizer, message, trusted, weights)
+    source = resolved(model, settings, message, outputs)
     check_reads(source, settings, given)
     return source

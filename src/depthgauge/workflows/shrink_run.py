@@ -14,23 +14,20 @@ import torch
 
 from depthgauge._version import __version__
 from depthgauge.base.errors import InputError
-from depthgauge.base.format import duration, size_text
+from depthgauge.base.format import size_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations, Step
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
-from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
@@ -46,7 +43,8 @@ from depthgauge.results.shrink_record import (
     check_shrink,
 )
 from depthgauge.results.shrink_verdicts import shrink_warnings
-from depthgauge.surgery.block_sizes import describe_model, requested_counts
+from depthgauge.surgery.block_search import GIVEN, Search
+from depthgauge.surgery.block_sizes import requested_counts
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
@@ -54,7 +52,6 @@ from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.given_calibration import given_calibration
 from depthgauge.surgery.open_model import ReadModel, calibration_sizes, open_model, read_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
-from depthgauge.surgery.search import GIVEN, Search
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
@@ -73,15 +70,12 @@ from depthgauge.workflows.evaluate_models import (
     prepare_evaluation,
     tasks_after,
 )
+from depthgauge.workflows.needed_room import shrink_room
 from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
-from depthgauge.workflows.shrink_estimate import (
-    estimate_shrink,
-    time_left,
-)
 from depthgauge.workflows.shrink_notes import shrink_notes
 
-TRAINING_PASSES = 4
-"""What training on a window costs in forward passes: one of the teacher, and three of the student and its gradients."""
+PLAN, MEMORY, DIRECTORY, GGUF = "plan", "memory", "directory", "gguf"
+"""What a run ends with: a plan, a model in memory, or one that is written and checked."""
 UNRECOVERED = "the smaller model before its recovery"
 SHRUNK = "the smaller model"
 """The names of the shrunk model in the record of its tasks."""
@@ -124,9 +118,7 @@ class ShrinkRun:
         with self.durations("loading"):
             found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
             self._require_same(found)
-        with self.durations("estimate"):
-            self.estimate = self._estimate(found, makes) if is_first else None
-        with self.durations("loading"):
+            self._check_room(found, makes)
             self.opened = open_model(found, settings, followed, message)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
@@ -148,8 +140,6 @@ class ShrinkRun:
                 progress=progress,
             )
         self.search = Search(self.student, self.protected)
-        if self.estimate is not None and self.ranks.count == 1:
-            message(time_left(self.estimate, self.durations.seconds))
 
     def _require_same(self, found: ReadModel) -> None:
         """Raise unless all processes have read the same files and options."""
@@ -288,22 +278,15 @@ class ShrinkRun:
         with FreshProcess(self.opened.checkpoint.model) as process:
             yield process
 
-    def _estimate(self, found: ReadModel, makes: str) -> EstimateRecord | None:
-        """Say what the run will take; None if no few blocks of this model can be timed."""
-        work, settings, known = self.evaluation, self.settings, found.checkpoint
-        tasks = 0 if work is None else task_tokens(work.tasks, found.tokenizer, work.settings.limit)
-        given = found.read if isinstance(found.read, GivenWindows) else None
-        kind, objective = (type(known.model), known.objective) if known else loader_of(found.config, found.source)
-        try:
-            whole = describe_model(found.source, found.config, kind, objective, found.placement)
-            made = estimate_shrink(whole, given, settings, found.placement, self.followed, found.stored, makes, tasks)
-        except CheckpointError:  # such as a structure that cannot be built with a few blocks; loading says more
-            return None
-        # An interrupted run has part of it already, and only one of the sizes within a limit is written.
-        if self.journal.folder is not None and not self.journal.entries and self._limit is None:
-            require_room(str(self.journal.folder).removesuffix(".partial"), made.disk)
-        self.message(made.sentence if self.ranks.count == 1 else f"{made.sentence}, in one process")
-        return made
+    def _check_room(self, found: ReadModel, makes: str) -> None:
+        """Say what the run needs; raise if the disk has no room for what it writes."""
+        out, device = None, found.whole.device if found.source is None else found.placement.torch_device()
+        if makes in (DIRECTORY, GGUF) and self.journal.folder is not None:
+            out = str(self.journal.folder).removesuffix(".partial")
+        room = shrink_room(found, self.settings, None if self.followed is None else self.followed.removed)
+        if out is not None and not self.journal.entries:  # an interrupted run has written a part already
+            require_room(out, room.disk)
+        self.message(room.sentence(device, out))
 
     @cached_property
     def amount(self) -> Amount | None:
@@ -363,16 +346,14 @@ class ShrinkRun:
         return Candidates(student, training=recovery_on_windows(self.calibration, amount, self.settings.seed))
 
     def _recovery_advice(self) -> tuple[str, ...]:
-        """Say what training would take, where a language model could have been trained and was not."""
-        student, tokens = self.student, AUTO_TOKENS
-        is_possible = self.opened.checkpoint.objective == "loss" and student.repairs and self.settings.recover is None
+        """Say how to train, where a language model could have been trained and was not."""
+        is_text = self.opened.checkpoint.objective == "loss"
+        is_possible = is_text and self.student.repairs and self.settings.recover is None
         if self.amount is not None or not is_possible:
             return ()
-        passes = tokens / self.calibration.record.window * TRAINING_PASSES
         return (
-            "the smaller model was not trained after the removal: at the pace of this run, --recover "
-            f"{tokens // 10**6}M would take about {duration(passes * student.window_seconds)}, and --recover 30min "
-            "takes as long as it says",
+            "the smaller model was not trained after the removal; --recover "
+            f"{AUTO_TOKENS // 10**6}M trains it, and --recover 30min takes as long as it says",
         )
 
     @property
@@ -452,10 +433,7 @@ class ShrinkRun:
         """Return a record with the durations and with warnings about what was measured."""
         notes = (*shrink_warnings(record), *record.notes)
         seconds = time.perf_counter() - self.started
-        return msgspec.structs.replace(
-            record, notes=notes, durations=self.durations.seconds, estimate=self.estimate,
-            seconds=seconds,
-        )  # fmt: skip
+        return msgspec.structs.replace(record, notes=notes, durations=self.durations.seconds, seconds=seconds)
 
     def plan(self, removed: Removed, candidates: tuple[CandidateRecord, ...]) -> PlanRecord:
         """Return the plan of this run, or the one that it follows."""
