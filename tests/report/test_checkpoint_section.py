@@ -136,24 +136,6 @@ def test_layers_may_lack_a_measurement(document: dict[str, Any], key: str, empty
     assert all(x == [] for x in points) == (key in ("what_if", "scores"))
 
 
-def test_the_first_layer_is_shown_with_its_verdicts(document: dict[str, Any]) -> None:
-    assert "first-layer" not in parts_of(document)
-    head = {"tv": 0.1, "largest": 0.03, "attained": 0.25, "selected": 0, "text": [1, 2]}
-    heads = [{"index": 0, "proved": 0.5, "weight": 0.02, **head}, {"index": 1, "proved": None, "weight": 0.97, **head}]
-    document["subjects"][0]["first_layer"] = {"vocabulary": 40, "window": 64, "tokens": 2, "heads": heads}
-    part = parts_of(document)["first-layer"]
-    assert part.table.rows == (
-        (0, 0.5, 0.25, 0.1, "2.0 %", "averages"),
-        (1, None, 0.25, 0.1, "97.0 %", "can select one token"),
-    )
-    assert len(part.statements) == 2
-    document["subjects"][0]["first_layer"] = {"refused": f"because of {HOSTILE}"}
-    assert parts_of(document)["first-layer"].table is None
-    page = render(check_result(document), "")
-    assert "Layer 0 is not bounded: because of" in page
-    assert HOSTILE not in page
-
-
 def test_plans_are_listed_with_the_notes(document: dict[str, Any]) -> None:
     assert len(parts_of(document)["notes"].table.rows) == 4
     for layer in document["subjects"][0]["layers"]:

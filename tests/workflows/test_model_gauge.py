@@ -186,9 +186,6 @@ def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
     assert subject["layers"][0]["what_if"] == {}
     assert subject["layers"][0]["heads"][0]["eta"] > 0
     assert subject["verdict"] == "3 layers; only the weights were measured"
-    layer = subject["first_layer"]
-    assert (layer["refused"], layer["vocabulary"], layer["tokens"]) == (None, 40, 64)
-    assert all(head["attained"] <= head["proved"] and len(head["text"]) == 64 for head in layer["heads"])
     with pytest.raises(InputError, match="contains no tokenizer"):
         subject_of(tmp_path, None)
 

@@ -159,18 +159,6 @@ def projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, T
     return (*_by_kind(read, family, heads), _matrix(block.get_submodule(family.out)))
 
 
-def projection_biases(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the biases of query, key and value `[1, width]`, zeros where a map has none."""
-    read = _projecting(block, family)
-    widths = [_matrix(module).shape[1] for module in read]
-    biases = [getattr(module, "bias", None) for module in read]
-    rows = [
-        torch.zeros(1, width) if bias is None else _promoted(_whole(bias.detach()))[None]
-        for bias, width in zip(biases, widths, strict=True)
-    ]
-    return _by_kind(rows, family, heads)
-
-
 def _projecting(block: nn.Module, family: Family) -> list[nn.Module]:
     """Return the modules of query, key and value, or the one for all three."""
     paths = family.projections

@@ -17,9 +17,9 @@ Two exceptions need no entry here but know particular models: `load.context_leng
 the padding index, which RoBERTa models never use, and `family_of` reads GPT-NeoX's `use_parallel_residual`.
 
 `FAMILIES` is the only place that names modules of particular architectures. An entry adds what is not derived: the
-projections of queries, keys and values, the gain of the norm before them, norms inside the heads, and what is added to
-the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it. An entry can also
-declare sublayers where their derivation fails, and `Monitor` uses it for models that are sharded.
+projections of queries, keys and values, and the gain of the norm before them. The sizes of the weights
+(`--weights-only`) need it. An entry can also declare sublayers where their derivation fails, and `Monitor` uses it for
+models that are sharded.
 
 To add a family:
 
@@ -34,10 +34,8 @@ To add a family:
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
 6. If a norm follows the output projection and `down` before the next sublayer reads the residual stream, name the two
    norms in `attention_norm` and `mlp_norm`.
-7. If queries and keys are normalized inside the heads (Qwen 3), name the two norms in `head_norms`. If the model adds
-   absolute positions or token types to its embeddings, or scales or normalizes them, say so in `embeddings`.
-8. Add the entry to `FAMILIES` under the configuration's `model_type`.
-9. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
+7. Add the entry to `FAMILIES` under the configuration's `model_type`.
+8. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
    `tests/checkpoints/test_what_if.py` unless they are `self_attn` and `mlp`. Then `pytest tests/checkpoints -k NAME`
    compares every what-if, score and circuit with the model's own computation.
 """
@@ -66,21 +64,6 @@ class Fused:
 
     all: str
     order: Literal["thirds", "heads"]
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """What is added to the embedding of a token before the first block: paths relative to the model without its head.
-
-    - `positions`, `types`: the tables of absolute positions and of token types, or None
-    - `norm`: the norm of the sum, or None
-    - `scaled`: the embeddings of tokens are multiplied by √d (Gemma)
-    """
-
-    positions: str | None = None
-    types: str | None = None
-    norm: str | None = None
-    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +96,6 @@ class Family:
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
     - `attention_norm`, `mlp_norm`: the norms applied to the outputs of `out` and of `down`, before (Gemma 2) or after
       (BERT) they are added to the residual stream; None if there are none
-    - `head_norms`: the norms of the queries and of the keys inside a head (Qwen 3), with `gain_offset`, or None
-    - `embeddings`: what is added to the embeddings of tokens
     """
 
     attention: str | None
@@ -128,8 +109,6 @@ class Family:
     gain_offset: float = 0.0
     attention_norm: str | None = None
     mlp_norm: str | None = None
-    head_norms: tuple[str, str] | None = None
-    embeddings: Embeddings = Embeddings()
     between: tuple[Sublayer, ...] = ()
 
     @property
@@ -147,8 +126,7 @@ class Family:
 
 _SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LLAMA = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_GEMMA = replace(_LLAMA, gain_offset=1.0, embeddings=Embeddings(scaled=True))
+_GEMMA = replace(_LLAMA, gain_offset=1.0)
 _GEMMA2 = replace(
     _GEMMA,
     attention="post_attention_layernorm",
@@ -165,22 +143,17 @@ _BERT = Family(
     order="post",
     attention_norm="attention.output.LayerNorm",
     mlp_norm="output.LayerNorm",
-    embeddings=Embeddings(
-        positions="embeddings.position_embeddings",
-        types="embeddings.token_type_embeddings",
-        norm="embeddings.LayerNorm",
-    ),
 )
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": replace(_LLAMA, head_norms=_HEAD_NORMS),
+    "qwen3": _LLAMA,
     "smollm3": _LLAMA,
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3_text": replace(_GEMMA2, head_norms=_HEAD_NORMS),
+    "gemma3_text": _GEMMA2,
     "gpt2": Family(
         "attn",
         "mlp",
@@ -188,7 +161,6 @@ FAMILIES: Mapping[str, Family] = {
         "mlp.c_proj",
         Fused("attn.c_attn", "thirds"),
         gain="ln_1",
-        embeddings=Embeddings(positions="wpe"),
     ),
     "gpt_neox": Family(
         "attention",
@@ -213,7 +185,6 @@ FAMILIES: Mapping[str, Family] = {
         order="post",
         attention_norm="sa_layer_norm",
         mlp_norm="output_layer_norm",
-        embeddings=Embeddings(positions="embeddings.position_embeddings", norm="embeddings.LayerNorm"),
     ),
 }
 """`model_type` of the configuration → family."""

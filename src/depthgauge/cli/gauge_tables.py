@@ -12,18 +12,13 @@ from depthgauge.results.checkpoint_subject import (
     CheckpointHead,
     CheckpointLayer,
     CheckpointSubject,
-    FirstLayerBound,
     Interval,
     ScoreTrust,
 )
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
 from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Residual, Sandwich
 from depthgauge.results.verdicts import (
-    FIRST_LAYER_CAPTION,
-    first_layer_sentences,
-    first_layer_verdict,
     mean_caption,
-    percent_down,
     printed_bound_text,
     unobserved_sentence,
     violates_printed_theorem,
@@ -171,8 +166,6 @@ _Value = Callable[[CheckpointHead], float | None]
 def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
     """Yield the tables and lines of one checkpoint, `width` characters wide."""
     yield from heads_tables(subject, width)
-    if subject.first_layer is not None:
-        yield from first_layer_tables(subject.first_layer, width)
     if any(layer.what_if for layer in subject.layers):
         yield from what_if_tables(subject, width)
     if any(layer.experts for layer in subject.layers):
@@ -211,23 +204,6 @@ def heads_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableT
     yield from stacked(title, key, columns, width, caption=caption, dim=[0] if on_text else [])
     if subject.unobserved is not None:
         yield escape(unobserved_sentence(subject.unobserved))
-
-
-def first_layer_tables(bound: FirstLayerBound, width: int) -> Iterator[RenderableType]:
-    """Yield one row per head of layer 0: what is proved for every text, what was attained, and the verdict."""
-    if bound.heads:
-        heads = bound.heads
-        columns = [
-            Column("score range, proved", [number(head.proved) for head in heads]),
-            Column("attained", [number(head.attained) for head in heads]),
-            Column("TV, proved", [number(head.tv) for head in heads]),
-            Column("weight", [percent_down(head.weight) for head in heads]),
-            Column("verdict", [first_layer_verdict(head) for head in heads], text=True),
-        ]
-        title = f"Layer 0 on every text: {bound.vocabulary:,} tokens, texts of {bound.tokens}"
-        key = Column("head", [str(head.index) for head in heads])
-        yield from stacked(title, key, columns, width, caption=FIRST_LAYER_CAPTION)
-    yield from map(escape, first_layer_sentences(bound))
 
 
 def parameters(count: int) -> str:

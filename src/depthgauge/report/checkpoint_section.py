@@ -10,11 +10,7 @@ from depthgauge.report.page_parts import Measure, PagePart, head_part, heat_map,
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
 from depthgauge.results.labels import EXPERT_MEASURES, SCORES, WHAT_IFS, of_stack, unit
 from depthgauge.results.verdicts import (
-    FIRST_LAYER_CAPTION,
-    first_layer_sentences,
-    first_layer_verdict,
     mean_caption,
-    percent_down,
     unobserved_sentence,
 )
 
@@ -49,7 +45,7 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
 
 def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, the what-ifs first."""
-    makers = (what_if_part, experts_part, trust_part, first_layer_part, residual_part, heads_part, notes_part)
+    makers = (what_if_part, experts_part, trust_part, residual_part, heads_part, notes_part)
     return present(*(make(subject) for make in makers))
 
 
@@ -173,27 +169,6 @@ def _scatter(subject: CheckpointSubject, row: ScoreTrust) -> View:
     words = f"Rank correlation {number(row.spearman, 2)} over {counted(row.layers, 'layer')}."
     alt = f"Scatter plot of {score.label} against {title}, one point per layer. {words}"
     return View(score.label, f"{score.sentence} {words}", alt, drawn)
-
-
-def first_layer_part(subject: CheckpointSubject) -> PagePart | None:
-    """Return what is proved about the heads of layer 0 for every text, and what was attained."""
-    if (bound := subject.first_layer) is None:
-        return None
-    columns = ("head", "score range, proved", "attained", "TV to uniform, proved", "weight", "verdict")
-    rows = tuple(
-        (head.index, head.proved, head.attained, head.tv, percent_down(head.weight), first_layer_verdict(head))
-        for head in bound.heads
-    )
-    table = Table(f"Heads of layer 0 on all texts of {bound.vocabulary:,} tokens", columns, rows) if rows else None
-    return PagePart(
-        "first-layer",
-        "Layer 0 on every text",
-        FIRST_LAYER_CAPTION if rows else "",
-        None,
-        table,
-        table_open=True,
-        statements=first_layer_sentences(bound),
-    )
 
 
 def _axis(values: Sequence[float]) -> Figure:

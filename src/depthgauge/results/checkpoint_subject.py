@@ -103,39 +103,6 @@ class RegimeDistance(Record, frozen=True, kw_only=True):
     corrected_eta: Measured = None
 
 
-class FirstLayerHead(Record, frozen=True, kw_only=True):
-    """One head of layer 0, over all tokens of the vocabulary and all positions.
-
-    - `proved`: θ, no row of scores has a larger range; None if there is no finite bound
-    - `tv`: no row of attention is further from averaging than this in total variation
-    - `largest`: no token among `FirstLayerBound.tokens` has a larger weight
-    - `text`: token ids on which the model was run; the last one is the query
-    - `attained`, `weight`: the range of its scores, and its largest weight, on the token at position `selected`
-    """
-
-    index: Count
-    proved: Measured
-    tv: Number
-    largest: Number
-    attained: Number
-    weight: Number
-    selected: Count
-    text: tuple[Count, ...]
-
-
-class FirstLayerBound(Record, frozen=True, kw_only=True):
-    """What is proved about layer 0 for all tokens of the vocabulary; `refused` is the reason if nothing is.
-
-    `window` is the largest number of positions that a query sees, `tokens` the length of the texts of the heads.
-    """
-
-    refused: str | None = None
-    vocabulary: Count = 0
-    window: Count | None = None
-    tokens: Count = 0
-    heads: tuple[FirstLayerHead, ...] = ()
-
-
 class CheckpointState(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The state X_0 of a checkpoint; empty where no text was read."""
 
@@ -227,7 +194,6 @@ class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kin
     model: CheckpointDescription
     text: TextWindows | None
     regime: RegimeDistance | None
-    first_layer: FirstLayerBound | None = None
     baseline: Interval | None
     accuracy: Measured = None
     input: CheckpointState

@@ -1,14 +1,11 @@
 """Verdicts: the sentences that state what a result shows, and the decision whether a printed theorem is violated."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from depthgauge.base.format import counted, number
 from depthgauge.results.checkpoint_subject import (
     LEAST_WINDOWS,
     CheckpointSubject,
-    FirstLayerBound,
-    FirstLayerHead,
     Interval,
     ScoreTrust,
 )
@@ -86,65 +83,6 @@ def checkpoint_verdict(
         none = f"no layer score predicts the measured cost (rank correlations of at most {best:.2f})"
         parts.append(trusted if best > 0 else none)
     return "; ".join([counted(layers, "layer"), *parts])
-
-
-AVERAGES = 0.693
-"""A head with a smaller score range averages: e^θ < 2, so no token gets twice its uniform share of the attention."""
-SELECTS = 0.9
-"""A head that puts this much attention on one token can select it."""
-
-
-def first_layer_verdict(head: FirstLayerHead) -> str:
-    """Decide what is shown about a head of layer 0: `averages`, `can select one token` or `undecided`."""
-    if head.proved is not None and head.proved <= AVERAGES:
-        return "averages"
-    return "can select one token" if head.weight >= SELECTS else "undecided"
-
-
-def first_layer_sentences(bound: FirstLayerBound) -> tuple[str, ...]:
-    """State which heads of layer 0 are proved to average, which were seen to select, and which are undecided."""
-    if bound.refused is not None:
-        return (f"Layer 0 is not bounded: {bound.refused}.",)
-    verdicts = [first_layer_verdict(head) for head in bound.heads]
-    every = f"every text of the {bound.vocabulary:,} tokens"
-    selecting = [head.weight for head in bound.heads if first_layer_verdict(head) == "can select one token"]
-    about = {
-        "averages": f"proved to average. On {every}, no token gets more than twice its uniform share of the attention.",
-        "can select one token": (
-            f"can select one token. On a text of {bound.tokens} tokens that was found for each of them, one token gets "
-            f"at least {percent_down(min(selecting, default=0.0))} of the attention."
-        ),
-        "undecided": (
-            f"undecided. They are not proved to average on {every}, and on no text that was tried does one token get "
-            f"{percent_down(SELECTS)} of the attention."
-        ),
-    }
-    shown = [verdict for verdict in about if verdict in verdicts]
-    return tuple(f"Layer 0, {_heads(verdicts, verdict)}: {about[verdict]}" for verdict in shown)
-
-
-def percent_down(share: float) -> str:
-    """Return a share in percent, rounded down.
-
-    >>> percent_down(0.9), percent_down(0.99996)
-    ('90.0 %', '99.9 %')
-    """
-    return f"{math.floor(1000 * share) / 10:.1f} %"
-
-
-def _heads(verdicts: Sequence[str], verdict: str) -> str:
-    """Return `all 9 heads`, or `2 of 9 heads (0, 5)`."""
-    found = [str(index) for index, one in enumerate(verdicts) if one == verdict]
-    heads = counted(len(verdicts), "head")
-    return f"all {heads}" if len(found) == len(verdicts) else f"{len(found)} of {heads} ({', '.join(found)})"
-
-
-FIRST_LAYER_CAPTION = (
-    "For every text of the vocabulary and every position in the window. proved: no row of scores has a larger range, "
-    "and no row of attention is further from averaging in total variation (TV). attained: the model's own scores on a "
-    "text that was found. weight: the largest share of the attention that one token of this text gets. The proof is "
-    "about exact arithmetic on the stored weights, without the rounding of the model's own number type."
-)
 
 
 def mean_caption(subject: CheckpointSubject) -> str:

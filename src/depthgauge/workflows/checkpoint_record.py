@@ -21,7 +21,6 @@ from depthgauge.results.checkpoint_subject import (
     CheckpointSubject,
     ExpertLoss,
     FastPlan,
-    FirstLayerBound,
     Interval,
     ScoreTrust,
     TextWindows,
@@ -43,14 +42,13 @@ def subject_record(
     text: TextWindows | None = None,
     found: Sequence[dict[str, Any]] = (),
     measured: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    first_layer: FirstLayerBound | None = None,
     unobserved: str | None = None,
 ) -> CheckpointSubject:
     """Combine what was found window by window into the record of one checkpoint.
 
     `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
-    `measure_windows` for the layers `measured` of each what-if. `first_layer` is what is proved about layer 0, and
-    `unobserved` why the attention was not observed.
+    `measure_windows` for the layers `measured` of each what-if. `unobserved` says why the
+    attention was not observed.
     """
     L, observed = checkpoint.layers, [window["observed"] for window in found]
     what_ifs = {
@@ -70,7 +68,6 @@ def subject_record(
         model=checkpoint.describe(),
         text=text,
         regime=regime(weights) if weights else None,
-        first_layer=first_layer,
         baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
         accuracy=mean(seen["accuracy"] for seen in observed) if observed and "accuracy" in observed[0] else None,
         input=CheckpointState(residual=_residual(observed, 0)),

@@ -11,7 +11,6 @@ from depthgauge._version import __version__
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
 from depthgauge.base.ranks import ALONE, Ranks
-from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.block_runner import BlockRunner, tokens_of
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded, states_in_memory
@@ -144,8 +143,7 @@ def gauge_checkpoint(
             checkpoint = load_model(source, config, placement)
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress, journal.ranks)
-            first_layer = journal.ranks.shared(lambda: first_layer_bound(checkpoint, progress))
-            return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
+            return settings, subject_record(checkpoint, weights, notes)
         inputs: Inputs
         if isinstance(windows, GivenWindows):
             checkpoint, inputs = prepared(checkpoint, windows, asked), windows.inputs
