@@ -5,7 +5,9 @@ Every function returns or yields a description of an error. Without a GPU the sa
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from fresh_tensors import VARIATION, Call, Place, small_scores, trained_scores
 from torch import Tensor
 
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.plan import AttentionPlan
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from naive_attention import softmax_attention
 
 CHECKED_ROWS = 64
 GRADIENT_GAP = 0.03

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_settings import DEVICE, on_device
+from naive_attention import polynomial_attention, softmax_attention
 from torch import Tensor
 
 from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.backends import TORCH_CPU, TORCH_GPU, TRITON, Backend
 from depthgauge.fast_attention.decide.decision import Decision, decide
 from depthgauge.fast_attention.decide.row_bounds import CAUSAL_STEP
-from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
 from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import Options, Problem
 from depthgauge.fast_attention.spec import Spec

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from kernel_settings import DEVICE
+from naive_attention import softmax_attention
 
 from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import GuaranteeError, Options
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.theory.bounds import survey

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_attention import softmax_attention
 from torch import Tensor
 
 from depthgauge.base.errors import DepthgaugeError
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.naive import softmax_attention
 
 
 @dataclass(frozen=True)

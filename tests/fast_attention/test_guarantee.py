@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from naive_attention import softmax_attention
 from torch import Tensor
 
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.plan import AttentionPlan
 from depthgauge.fast_attention.problem import GuaranteeError
 from depthgauge.fast_attention.theory.minimax import at_index, grid_index, output_error

@@ -6,13 +6,13 @@ import warnings
 import pytest
 import torch
 from kernel_settings import DEVICE, Setting, double_leaves, expected, with_dtypes
+from naive_attention import softmax_attention
 
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.decide import chooser, decision
 from depthgauge.fast_attention.decide.decision import decide
-from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import GuaranteeError, Options
 from depthgauge.fast_attention.theory.bounds import survey

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from naive_attention import polynomial_attention
 from torch import Tensor
 
 from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.decide.decision import decide
-from depthgauge.fast_attention.naive import polynomial_attention
 from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import Options, Problem
 from depthgauge.fast_attention.spec import Spec

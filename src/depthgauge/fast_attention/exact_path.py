@@ -23,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.autograd import is_watched
-from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.problem import Problem, Request, is_dual
 
 MASK_ENTRIES = 2**27
@@ -185,7 +184,8 @@ def call(request: Request) -> Tensor:
     if padding is not None:
         keep = ~padding[..., None, None, :] if request.k.ndim > 2 else ~padding[None]
         if options.is_causal:
-            keep = keep & visible(request.q.shape[-2], request.k.shape[-2], True, None, keep.device)
+            shape = (request.q.shape[-2], request.k.shape[-2])
+            keep = keep & torch.ones(shape, dtype=torch.bool, device=keep.device).tril()
             named = {**named, "is_causal": False}
         if mask is not None:
             keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)

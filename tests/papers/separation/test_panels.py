@@ -3,7 +3,7 @@
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation.panels import PANELS, PAPER_PANELS, SHEETS, grid, sheet
+from depthgauge.papers.separation.panels import PANELS, SHEETS, grid, sheet
 from depthgauge.papers.separation.settings import CrossAttention, Regression, SelfAttention
 
 VARIABLES = {
@@ -30,8 +30,8 @@ ENDS = {  # points, first and last value
 
 
 def test_there_are_the_papers_nineteen_panels() -> None:
-    assert list(PAPER_PANELS) == list(VARIABLES)
-    assert {name: PANELS[name].variable for name in PAPER_PANELS} == VARIABLES
+    found = {name: panel.variable for name, panel in PANELS.items() if not name.startswith("B-degree")}
+    assert found == VARIABLES
     assert set(SHEETS) == {"B3", "B4", "B5", "B7", "B-degree"}
 
 

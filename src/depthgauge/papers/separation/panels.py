@@ -142,7 +142,6 @@ SHEETS: dict[str, Sheet] = {
     )
 }
 PANELS: dict[str, Panel] = {panel.id: panel for sheet in SHEETS.values() for panel in sheet.panels}
-PAPER_PANELS: tuple[str, ...] = tuple(name for name in PANELS if not name.startswith("B-degree"))
 
 
 def sheet(figure: str) -> Sheet:

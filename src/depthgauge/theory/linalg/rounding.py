@@ -124,13 +124,6 @@ def nonnegative_sum_up(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return div_up(total, _shrink(max(count - 1, 0)))
 
 
-def norm_up(x: Tensor, dim: int = -1) -> Tensor:
-    """Return an upper bound on the Euclidean norm of x along `dim`: √(fl(Σ x²)/(1 − γ_n) + n·TINY) for n entries."""
-    x = as_float64(x)
-    n = x.shape[dim]
-    return sqrt_up(add_up(div_up(x.square().sum(dim), _shrink(n)), n * TINY))
-
-
 def nonnegative_matmul_up(A: Float[Tensor, "*a m k"], B: Float[Tensor, "*b k n"]) -> Tensor:
     """Return fl(A B)/(1 − γ_k) + k·TINY ≥ A B entrywise, for A, B ≥ 0 with inner dimension k."""
     k = A.shape[-1]
