@@ -13,7 +13,7 @@ from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.gauge_record import read_result
 from depthgauge.results.network_subject import NetworkSubject
 
-DATA = Path(__file__).parents[1] / "data" / "release-0.1"
+DATA = Path(__file__).parents[1] / "data" / "documents"
 
 
 def printed(parts: object, width: int) -> str:

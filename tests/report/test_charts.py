@@ -136,7 +136,7 @@ def test_colours_show_differences_at_every_size(document):
 
 
 def test_the_residual_of_a_checkpoint_is_shown_about_the_mean_first():
-    record = read_result(Path(__file__).parents[1] / "data" / "release-0.1" / "gauge-decoder.json")
+    record = read_result(Path(__file__).parents[1] / "data" / "documents" / "gauge-decoder.json")
     names = [choice.name for choice in residual_curve(record.subjects[0]).views]
     assert names == ["differences from the mean token", "differences from the mid-range"]
 

@@ -16,7 +16,6 @@ from shrink_documents import (
     encoder,
     limit_not_reached,
     not_certified,
-    of_an_earlier_version,
     too_few_windows,
     with_limit,
 )
@@ -274,22 +273,6 @@ def test_a_bound_says_how_it_accounts_for_the_choice_of_the_size() -> None:
     assert "on at least 95 % of windows of 512 tokens like those of corpus.txt, the loss grows by at most 0.25" in bound
     assert assumption == ASSUMPTION
     assert not any(tested in sentence for sentence in guarantee_sentences(check_shrink(DOCUMENT)))
-
-
-def test_documents_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """They have null for a default, the options --objective and --guarantee, and a bound on the mean."""
-    old = of_an_earlier_version()
-    assert old["plan"]["settings"]["confidence"] is None
-    record = check_shrink(old)
-    now = check_shrink(DOCUMENT)
-    assert record.plan == now.plan
-    assert record.plan.settings.confidence == ShrinkOptions().confidence
-    assert record.to_json()["guarantee"] == old["guarantee"]
-    assert guarantee_sentences(record) == guarantee_sentences(now)
-    assert cost_columns(record)["after ÷ before"][3:] == ["0.781", "0.773"]
-    assert times_sentence(record).startswith("Times: prefill of ")
-    (tmp_path / "plan.json").write_text(json.dumps(old["plan"]))
-    assert read_plan(tmp_path / "plan.json") == now.plan
 
 
 def test_the_text_that_a_guarantee_is_about_is_named() -> None:

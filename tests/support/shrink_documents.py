@@ -106,7 +106,7 @@ DOCUMENT: dict[str, Any] = {
     ],
     "guarantee": {
         "quantile": {"increase": 0.6127, "share": 0.95, "confidence": 0.95, "windows": 120},
-        "mean": None, "about": "text", "assumption": ASSUMPTION, "limit": None, "tested": [],
+        "about": "text", "assumption": ASSUMPTION, "limit": None, "tested": [],
     },
     "speed": {
         "prefill": 1.2801, "decode": 1.2934, "prefill_low": 1.2502, "prefill_high": 1.3107, "decode_low": 1.2541,
@@ -212,20 +212,3 @@ def too_few_windows() -> dict[str, Any]:
 def not_certified() -> dict[str, Any]:
     """Return a result without a guarantee."""
     return copy.deepcopy(DOCUMENT) | {"guarantee": None}
-
-
-def of_an_earlier_version() -> dict[str, Any]:
-    """Return a result as earlier versions wrote it: null for a default, two more options, and a bound on the mean.
-
-    The speed has no interval.
-    """
-    document = copy.deepcopy(DOCUMENT)
-    defaults = dict.fromkeys(("no_repair", "as_is", "trust_remote_code", "allow_pickle", "ignore_unused"))
-    defaults |= dict.fromkeys(("confidence", "effort", "bos", "seed", "guarantee"))
-    document["plan"]["settings"] |= defaults | {"objective": "loss"}
-    for name in ("prefill_low", "prefill_high", "decode_low", "decode_high"):
-        del document["speed"][name]
-    document["guarantee"]["mean"] = {
-        "increase": 0.5318, "confidence": 0.95, "method": "betting: mixture of constant bets", "windows": 120
-    }  # fmt: skip
-    return document

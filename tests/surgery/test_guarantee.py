@@ -17,7 +17,7 @@ from depthgauge.base.progress import Durations
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import shrunk_model
 from depthgauge.surgery.candidates import Candidates
-from depthgauge.surgery.certify import ASSUMPTION, quantile_guarantee, windows_needed
+from depthgauge.surgery.certify import assumption, quantile_guarantee, windows_needed
 from depthgauge.surgery.shrunk_model import largest_within
 from depthgauge.surgery.student import effort_of
 
@@ -204,7 +204,9 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
         call()
 
 
-def test_the_assumption_is_one_sentence() -> None:
-    assert "exchangeable" in ASSUMPTION
-    assert ASSUMPTION.count(".") == 1
-    assert ASSUMPTION.endswith(".")
+def test_the_assumption_is_one_sentence_about_the_inputs() -> None:
+    words = "it assumes that these windows and future windows are exchangeable."
+    assert assumption("window") == f"This holds for text like the certify windows: {words}"
+    for noun in ("text", "image"):
+        expected = f"This holds for {noun}s like the certify windows: {words}".replace("window", noun)
+        assert assumption(noun) == expected

@@ -70,7 +70,6 @@ def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> No
     assert [row["score"] for row in subject["scores"]] == list(SCORES)
     assert all(-1 <= row["spearman"] <= 1 for row in subject["scores"])
     assert subject["regime"]["corrected_orders"] > 0
-    assert subject["depth"] == []
     assert subject["notes"] == []
     assert subject["verdict"].startswith("3 layers; skipping layer ")
 
@@ -116,7 +115,6 @@ def test_an_encoder_is_measured_by_its_states(folders: dict[str, Path], corpus: 
     assert subject["model"]["objective"] == "states"
     assert subject["baseline"] is None
     assert all(one["loss"] > 0 for layer in subject["layers"] for one in layer["what_if"].values())
-    assert subject["depth"] == []
 
 
 def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path], corpus: Path) -> None:

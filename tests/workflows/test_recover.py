@@ -15,7 +15,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.cli.main import main
 from depthgauge.recovery.divergence import TRAIN, Pair
 from depthgauge.results.recover_record import check_recover
-from depthgauge.results.shrink_record import check_shrink, read_plan
+from depthgauge.results.shrink_record import check_shrink
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 TOKENS = "200k"
@@ -161,9 +161,7 @@ def test_shrink_names_what_recover_expects(place: Path, recover: str) -> None:
         dg.shrink(place / "model", remove=1, recover=recover)
 
 
-def test_heal_is_gone(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heal_is_gone(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--recover 2M"):
         dg.shrink(place / "model", remove=1, heal=200)
     command = ["depthgauge", "shrink", str(place / "model"), "--remove", "1", "--heal", "200", "--out", "x"]
@@ -172,10 +170,6 @@ def test_heal_is_gone(
         main()
     assert ended.value.code == 2
     assert "--heal is gone: give --recover 2M" in capsys.readouterr().err
-    old = {"schema": "depthgauge.plan/1", "settings": {"heal": "200"}}
-    (tmp_path / "plan.json").write_text(json.dumps(old))
-    with pytest.raises(InputError, match="made with --heal"):
-        read_plan(tmp_path / "plan.json")
 
 
 def test_models_with_other_tokenizers_are_refused(place: Path, tmp_path: Path) -> None:

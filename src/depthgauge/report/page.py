@@ -42,12 +42,16 @@ def page_of(result: Shown) -> Page:
     return shrink_page(result) if isinstance(result, ShrinkRecord) else gauge_page(result)
 
 
+def _is_proved(subject: Subject) -> bool:
+    return isinstance(subject, NetworkSubject) and bool(subject.collapse)
+
+
 def gauge_page(result: GaugeRecord) -> Page:
     """Return the page of a result of `gauge`: one section per network or checkpoint."""
     settings = result.settings
     kinds = {"network" if isinstance(subject, NetworkSubject) else "model" for subject in result.subjects}
     count = counted(len(result.subjects), kinds.pop() if len(kinds) == 1 else "subject")
-    proved = ", and what is proved for every input" if any(subject.collapse for subject in result.subjects) else ""
+    proved = ", and what is proved for every input" if any(map(_is_proved, result.subjects)) else ""
     saving = (
         "The network was gauged from Python and has no file. Save it first with "
         f'`depthgauge.save_network(network, "{SAVED}")`.'

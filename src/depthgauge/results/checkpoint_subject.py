@@ -185,7 +185,7 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
 
 
 class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="model"):
-    """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal.
+    """One gauged checkpoint.
 
     `baseline` is the loss of the intact model, and `accuracy` its accuracy where inputs have labels. `unobserved` is
     why the attention weights of the model are not observable; None if they are, or were not asked for.
@@ -199,7 +199,5 @@ class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kin
     input: CheckpointState
     layers: tuple[CheckpointLayer, ...]
     scores: tuple[ScoreTrust, ...]
-    collapse: tuple[()] = ()
-    depth: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     unobserved: str | None = None

@@ -179,13 +179,10 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     """The options of a finished gauge with their defaults filled in: with the target they reproduce the result.
 
     `target` is the path; None is the built-in pair. With `in_memory` it is the name of a network given as an object.
-    `depth` and `max_removed` are options of release 0.1, and None in new results.
     """
 
     target: str | None = None
     in_memory: bool = False
-    depth: float | None = None
-    max_removed: int | None = None
 
 
 def check_common(options: Any) -> None:

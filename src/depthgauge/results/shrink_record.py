@@ -15,7 +15,7 @@ from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.recover_record import RecoveryRecord
-from depthgauge.results.shrink_options import HEAL_IS_GONE, ShrinkOptions
+from depthgauge.results.shrink_options import ShrinkOptions
 
 SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
@@ -201,14 +201,12 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
     """The statistical guarantee on the certify windows.
 
     - `quantile`: the bound; with a `limit`, it is the limit itself
-    - `mean`: a bound on the mean, in documents of earlier versions; otherwise None
     - `about`: what the guarantee is about, the `kind` of a source
     - `assumption`: the assumption that it needs, as a sentence
     - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
     """
 
     quantile: QuantileRecord
-    mean: dict[str, Any] | None
     about: str
     assumption: str
     limit: Measured = None
@@ -219,7 +217,7 @@ class SpeedRecord(Record, frozen=True, kw_only=True):
     """Times of the two models, measured in pairs of runs; None where they did not settle, or were not measured.
 
     - `prefill`, `decode`: speed after ÷ speed before, of reading a prompt and per generated token; above 1 is faster
-    - `prefill_low`, …, `decode_high`: the ends of their 95 % intervals; None in documents of earlier versions
+    - `prefill_low`, …, `decode_high`: the ends of their 95 % intervals
     - `prefill_before`, …, `decode_after`: the median seconds; `what`: a phrase for what was timed, how often and where
     """
 
@@ -370,8 +368,7 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
     A ResultError calls the document `name`, names the place that does not fit, and ends with `advice`.
     """
     check_schema(document, SHRINK_SCHEMA, name, advice)
-    filled = {key: _with_defaults(value) if key == "plan" else value for key, value in document.items()}
-    record = read(filled, ShrinkRecord, name, advice)
+    record = read(document, ShrinkRecord, name, advice)
     _refuse(_problems(record), name, advice)
     return record
 
@@ -379,28 +376,12 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
 def read_plan(path: str | Path) -> PlanRecord:
     """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
     document, name = load_document(path, PLAN_ADVICE), str(path)
-    if _was_healed(document) or (isinstance(document, dict) and _was_healed(document.get("plan"))):
-        raise ResultError(f"{name}: the plan was made with --heal. {HEAL_IS_GONE}, and make a new plan")
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan
     check_schema(document, PLAN_SCHEMA, name, PLAN_ADVICE)
-    plan = read(_with_defaults(document), PlanRecord, name, PLAN_ADVICE)
+    plan = read(document, PlanRecord, name, PLAN_ADVICE)
     _refuse(_plan_problems(plan, ""), name, PLAN_ADVICE)
     return plan
-
-
-def _with_defaults(plan: Any) -> Any:
-    """Return a parsed plan without the settings that are null: earlier versions wrote null for each default."""
-    if not isinstance(plan, dict) or not isinstance(settings := plan.get("settings"), dict):
-        return plan
-    return {**plan, "settings": {name: value for name, value in settings.items() if value is not None}}
-
-
-def _was_healed(plan: Any) -> bool:
-    """Return whether the settings of a parsed plan have the former option `heal`."""
-    return (
-        isinstance(plan, dict) and isinstance(plan.get("settings"), dict) and plan["settings"].get("heal") is not None
-    )
 
 
 def _refuse(problems: Iterator[str], name: str, advice: str) -> None:

@@ -1,7 +1,7 @@
 """Measure the dense and the shrunk model on the certify windows, and bound from above how much the loss grows.
 
 The bound is computed from one number per certify window: the mean increase of the loss over the tokens of the window,
-in nats per token. It assumes that the windows are exchangeable with future windows (`ASSUMPTION`). It assumes no shape
+in nats per token. It assumes that the windows are exchangeable with future windows (`assumption`). It assumes no shape
 of the distribution: no normality and no variance.
 """
 
@@ -39,15 +39,24 @@ from depthgauge.results.shrink_record import (
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.extract import cast
 
-ASSUMPTION = (
-    "This holds for text like the certify windows: it assumes that these windows and future windows are exchangeable."
-)
-"""Shown wherever a guarantee about text appears."""
 SHARE = 0.95
 """Share of windows that the quantile guarantee covers."""
 
 Losses = Float[Tensor, " windows"]
 """One number per certify window: nats per token, or another number of `window_losses`."""
+
+
+def assumption(noun: str) -> str:
+    """Return what a guarantee assumes, in one sentence.
+
+    Args:
+        noun: What one certify window is: a `window` of text, a whole `text`, an `image`, a `pair` or a `recording`.
+    """
+    data = "text" if noun == "window" else f"{noun}s"
+    return (
+        f"This holds for {data} like the certify {noun}s: it assumes that these {noun}s and future {noun}s are "
+        "exchangeable."
+    )
 
 
 def as_dtype(model: Any, dtype: torch.dtype) -> Any:
@@ -133,11 +142,8 @@ class Certifier:
             "texts": (),
             "guarantee": GuaranteeRecord(
                 quantile=QuantileRecord(increase=None, share=SHARE, confidence=self.confidence, windows=windows),
-                mean=None,
                 about=self.calibration.guaranteed_kind,
-                assumption=ASSUMPTION.replace("text", f"{noun}s").replace("window", noun)
-                if noun != "window"
-                else ASSUMPTION,
+                assumption=assumption(noun),
                 limit=limit,
                 tested=tested,
             ),

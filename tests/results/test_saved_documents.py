@@ -1,4 +1,4 @@
-"""Documents written by release 0.1 still load, and no value of them is lost or changed."""
+"""Saved documents load, and no value of them is lost or changed."""
 
 import json
 import pickle
@@ -12,7 +12,7 @@ from depthgauge.results.gauge_record import read_result
 from depthgauge.results.network_subject import CollapseRecord
 from depthgauge.results.record import read
 
-DATA = Path(__file__).parents[1] / "data" / "release-0.1"
+DATA = Path(__file__).parents[1] / "data" / "documents"
 GAUGES = sorted(DATA.glob("gauge-*.json"))
 
 
