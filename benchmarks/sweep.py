@@ -18,12 +18,9 @@ from typing import Any
 
 from depthgauge.base.io import write_text
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.engines import Local
-from depthgauge.sweeps.grid import Grid
-from depthgauge.sweeps.parameters import SEED, Task
-from depthgauge.sweeps.read import read_status
-from depthgauge.sweeps.run import run_grid
+from depthgauge.sweeps.grid import SEED, Cell, Grid, Task
+from depthgauge.sweeps.run import Local, run_grid
+from depthgauge.sweeps.store import read_status
 
 EMPTY_CELLS = 2000
 MOST_MILLISECONDS, LEAST_SCALING = 2.0, 1.7

@@ -125,8 +125,7 @@ def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
     import joblib
 
     from depthgauge.papers.sweep_tasks.tasks import TASKS
-    from depthgauge.sweeps.cells import CellOutcome
-    from depthgauge.sweeps.grid import Grid
+    from depthgauge.sweeps.grid import CellOutcome, Grid
     from depthgauge.sweeps.store import Store, run_lock
 
     lists = [*plan.depth_grids(), *plan.variant_grids(), *plan.decoder_grids()]

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import read_grid
-from depthgauge.sweeps.run import run_grid
+from depthgauge.sweeps.run import Local, run_grid
 from depthgauge.sweeps.store import Store
 
 GRID = """

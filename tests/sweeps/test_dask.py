@@ -12,12 +12,10 @@ from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps import engines
-from depthgauge.sweeps.engines import Dask, EngineError
-from depthgauge.sweeps.grid import Grid, read_grid
-from depthgauge.sweeps.parameters import SEED, Task
-from depthgauge.sweeps.read import read_status
-from depthgauge.sweeps.run import run_grid
+from depthgauge.sweeps import run
+from depthgauge.sweeps.grid import SEED, Grid, Task, read_grid
+from depthgauge.sweeps.run import Dask, EngineError, run_grid
+from depthgauge.sweeps.store import read_status
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
@@ -62,7 +60,7 @@ def test_an_interrupted_run_is_resumed(cluster: "distributed.LocalCluster", tmp_
 def test_the_error_names_a_worker_with_another_version(
     cluster: "distributed.LocalCluster", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "__version__", "0.0.0")
+    monkeypatch.setattr(run, "__version__", "0.0.0")
     with pytest.raises(InputError, match=r"the worker tcp://.* has depthgauge .*, this machine has 0\.0\.0"):
         run_grid(read_grid(write_grid(tmp_path, 1), TASKS), tmp_path / "s.db", engine=Dask(cluster.scheduler_address))
     assert not (tmp_path / "s.db").exists()

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.cells import Cell, canonical_json
-from depthgauge.sweeps.grid import MOST_CELLS, Grid, parse_grid, read_grid
+from depthgauge.sweeps.grid import MOST_CELLS, Cell, Grid, canonical_json, parse_grid, read_grid
 
 PLAIN: dict[str, Any] = {
     "method": ["mean-field", "parallel"],

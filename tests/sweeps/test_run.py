@@ -12,14 +12,10 @@ from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps import engines
-from depthgauge.sweeps.cells import Cell, CellOutcome
-from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine
-from depthgauge.sweeps.grid import Grid, read_grid
-from depthgauge.sweeps.parameters import SEED, Parameter, Task, count
-from depthgauge.sweeps.read import export_rows, read_status
-from depthgauge.sweeps.run import run_grid
-from depthgauge.sweeps.store import Count
+from depthgauge.sweeps import run
+from depthgauge.sweeps.grid import SEED, Cell, CellOutcome, Grid, Parameter, Task, count, read_grid
+from depthgauge.sweeps.run import Dask, EngineError, Local, choose_engine, run_grid
+from depthgauge.sweeps.store import Count, export_rows, read_status
 
 
 def odd_ones_fail(cell: Cell) -> dict[str, int]:
@@ -166,7 +162,7 @@ def test_engines_by_name() -> None:
 
 
 def test_the_error_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines.__dict__["__builtins__"], "__import__", _no_distributed)
+    monkeypatch.setitem(run.__dict__["__builtins__"], "__import__", _no_distributed)
     with pytest.raises(
         InputError, match=r"needs the extra `cluster`; install it with `pip install 'dask>=.*' 'distributed>="
     ):

@@ -12,7 +12,7 @@ import pytest
 
 from depthgauge.base.errors import InputError, OutputError
 from depthgauge.base.lock import holder_of
-from depthgauge.sweeps.cells import Cell, CellOutcome
+from depthgauge.sweeps.grid import Cell, CellOutcome
 from depthgauge.sweeps.store import Count, Store, lock_path, run_lock
 
 

@@ -15,9 +15,8 @@ from sweeping import rows_done, rows_sha256, sweep, undisturbed, wait_until, wri
 
 from depthgauge.cli.main import main
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import read_grid
-from depthgauge.sweeps.run import run_grid
+from depthgauge.sweeps.run import Local, run_grid
 from depthgauge.sweeps.store import Store
 
 

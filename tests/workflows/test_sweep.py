@@ -11,9 +11,7 @@ import pytest
 
 from depthgauge.base.errors import InterruptedRunError, MissingPackageError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.grid import Grid
-from depthgauge.sweeps.parameters import SEED, Parameter, Task, count
+from depthgauge.sweeps.grid import SEED, Cell, Grid, Parameter, Task, count
 from depthgauge.sweeps.store import Count
 from depthgauge.workflows.sweep import sweep, sweep_status
 

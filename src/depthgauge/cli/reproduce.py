@@ -61,7 +61,7 @@ def command(
 ) -> None:
     """Compute and draw the figures of this project and of the two papers."""
     from depthgauge.papers.reproduce.draw import reproduce_all
-    from depthgauge.sweeps.engines import choose_engine
+    from depthgauge.sweeps.run import choose_engine
 
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:

@@ -10,7 +10,7 @@ from depthgauge.base.format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from depthgauge.sweeps.sweep_records import SweepStatus
+    from depthgauge.sweeps.store import SweepStatus
 
 
 def command(
@@ -49,7 +49,7 @@ def command(
     trained-depth.
     """
     from depthgauge.base.io import check_outputs
-    from depthgauge.sweeps.read import export_rows
+    from depthgauge.sweeps.store import export_rows
     from depthgauge.workflows.sweep import sweep, sweep_status
 
     path = _store(grid, store, status, export)

@@ -8,11 +8,9 @@ from typing import Any
 from depthgauge.base.errors import InputError, InterruptedRunError, require_path
 from depthgauge.base.progress import Step, silent
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.engines import choose_engine
 from depthgauge.sweeps.grid import Grid, parse_grid, read_grid
-from depthgauge.sweeps.read import read_rows, read_status
-from depthgauge.sweeps.run import run_grid
-from depthgauge.sweeps.sweep_records import SweepResult, SweepStatus
+from depthgauge.sweeps.run import choose_engine, run_grid
+from depthgauge.sweeps.store import SweepResult, SweepStatus, read_rows, read_status
 
 
 def sweep(

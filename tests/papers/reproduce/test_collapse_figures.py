@@ -19,7 +19,7 @@ from depthgauge.papers.reproduce.surrogate_figures import (
     fitted_slope,
     geometric_mean,
 )
-from depthgauge.sweeps.engines import Local
+from depthgauge.sweeps.run import Local
 
 reproduce = partial(draw.reproduce, engine=Local(1))
 STUDIES = {"A1": RankByLayer, "A2": SurrogateErrors, "A3": DepthMap, "A4": WhatCollapses, "A6": CausalErrors}

@@ -8,7 +8,7 @@ import pytest
 from depthgauge.papers.reproduce.draw import find_study, reproduce
 from depthgauge.papers.reproduce.fast_figure import FastOrDeepStudy
 from depthgauge.papers.reproduce.study import Computing
-from depthgauge.sweeps.engines import Local
+from depthgauge.sweeps.run import Local
 
 
 @pytest.fixture

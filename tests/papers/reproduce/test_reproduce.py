@@ -18,10 +18,9 @@ from depthgauge.papers.separation.panels import SHEETS
 from depthgauge.papers.separation.probability import separate_setting
 from depthgauge.papers.separation.settings import Regression, build_setting
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.engines import Local
-from depthgauge.sweeps.parameters import Task
-from depthgauge.sweeps.read import read_status
+from depthgauge.sweeps.grid import Cell, Task
+from depthgauge.sweeps.run import Local
+from depthgauge.sweeps.store import read_status
 
 HERE = Local(1)
 reproduce = partial(draw.reproduce, engine=HERE)

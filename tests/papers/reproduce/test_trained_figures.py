@@ -20,8 +20,8 @@ from depthgauge.papers.reproduce.study import Computing
 from depthgauge.papers.reproduce.trained_figures import DepthPays, TrainedStudy
 from depthgauge.papers.trained_depth import experiment
 from depthgauge.papers.trained_depth.experiment import FULL, QUICK, member_seeds
-from depthgauge.sweeps.engines import Local
-from depthgauge.sweeps.read import export_rows, read_rows
+from depthgauge.sweeps.run import Local
+from depthgauge.sweeps.store import export_rows, read_rows
 
 TINY = replace(
     QUICK,

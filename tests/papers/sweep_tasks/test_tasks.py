@@ -11,8 +11,7 @@ from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.settings import CrossAttention
 from depthgauge.papers.sweep_tasks.rank_collapse import SplitState, log_contraction_bounds, split_states, split_step
 from depthgauge.papers.sweep_tasks.tasks import TASKS, plans_of
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.grid import Grid
+from depthgauge.sweeps.grid import Cell, Grid
 from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.depth.methods import collapse

@@ -13,8 +13,8 @@ from depthgauge.base.io import require_folder, write_text
 from depthgauge.base.progress import Step, silent
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, find_figure
 from depthgauge.papers.reproduce.study import Computing, Study
-from depthgauge.sweeps.engines import Engine
-from depthgauge.sweeps.sweep_records import to_csv
+from depthgauge.sweeps.run import Engine
+from depthgauge.sweeps.store import to_csv
 
 SCHEMA = "depthgauge.figure/1"
 STORE = "figures.db"

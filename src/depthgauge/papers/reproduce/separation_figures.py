@@ -16,8 +16,7 @@ from depthgauge.papers.separation.montecarlo import Estimate
 from depthgauge.papers.separation.panels import Panel, Sheet, sheet
 from depthgauge.papers.separation.settings import Setting
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.grid import make_cell
+from depthgauge.sweeps.grid import Cell, make_cell
 
 CONDITIONS = ("strong_d1_positive", "lin_d1_zero", "strong_d0_zero", "lin_d0_zero")
 """The four conditions of success, in order: F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0."""

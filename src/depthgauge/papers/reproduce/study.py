@@ -10,12 +10,9 @@ from typing import Any, ClassVar
 from depthgauge.base.errors import DepthgaugeError
 from depthgauge.base.progress import Step, silent
 from depthgauge.papers.sweep_tasks.tasks import TASKS
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.engines import Engine
-from depthgauge.sweeps.grid import Grid
-from depthgauge.sweeps.read import adopt_rows
-from depthgauge.sweeps.run import run_cells
-from depthgauge.sweeps.store import Store
+from depthgauge.sweeps.grid import Cell, Grid
+from depthgauge.sweeps.run import Engine, run_cells
+from depthgauge.sweeps.store import Store, adopt_rows
 
 Results = Mapping[str, Mapping[str, Any]]
 """The results of cells by identity."""

@@ -23,9 +23,9 @@ from depthgauge.papers.trained_depth.experiment import DEFAULTS, UNBOUNDED, memb
 from depthgauge.papers.trained_depth.generated_tasks import GENERATED, find_task
 from depthgauge.papers.trained_depth.trained_records import examine
 from depthgauge.results.record import finite
-from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.parameters import (
+from depthgauge.sweeps.grid import (
     SEED,
+    Cell,
     Check,
     Parameter,
     Task,
