@@ -17,8 +17,8 @@ from depthgauge.checkpoints.circuits import (
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.load import wrap
-from depthgauge.monitor import row_watch
-from depthgauge.monitor.row_watch import RowWatch
+from depthgauge.monitor import measurement
+from depthgauge.monitor.measurement import RowWatch
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -92,7 +92,7 @@ def test_row_measures_are_part_of_the_head_statistics(
     masks: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interface, "BLOCK_ENTRIES", entries)
-    monkeypatch.setattr(row_watch, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(measurement, "BLOCK_ENTRIES", entries)
     rows = torch.ones(2, 7, dtype=torch.bool)
     rows[1, 5:] = False
     one, two = causal(7, 7), causal(7, 3)

@@ -9,7 +9,7 @@ import torch
 from tiny_training import probe_ids, tiny_llama
 
 import depthgauge as dg
-from depthgauge.monitor.alarms import AlarmWarning, Detector
+from depthgauge.monitor.log_and_alarms import AlarmWarning, Detector
 from depthgauge.results.monitor_record import ProbedHeads, ProbedLayer
 
 NAMES = ["rank-collapse", "entropy-collapse", "dead-layer", "score-explosion"]

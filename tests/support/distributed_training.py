@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import depthgauge as dg
-from depthgauge.monitor import processes
+from depthgauge.monitor import undisturbed
 
 STEPS = 3
 Fails = Callable[[int, int], bool]
@@ -114,7 +114,7 @@ def main(folder: Path, rank: int) -> None:
     fails: Fails = lambda step, passes: rank == 1 and (step, passes) in ((0, 0), (2, 1))  # noqa: E731
     found["one fails"] = run("ddp", rank, folder / "one", fails=fails)
     found["all fail"] = run("fsdp", rank, folder / "all", fails=lambda step, passes: step == 1)
-    processes.PATIENCE = timedelta(seconds=2)
+    undisturbed.PATIENCE = timedelta(seconds=2)
     found["waiting"] = raised("fsdp", rank, folder / "waiting", fails=lambda step, passes: rank == 1)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

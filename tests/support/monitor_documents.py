@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import depthgauge as dg
-from depthgauge.monitor.alarms import Detector
+from depthgauge.monitor.log_and_alarms import Detector
 from depthgauge.results.monitor_options import MonitorSettings
 from depthgauge.results.monitor_record import MonitoredModel, MonitorRun, Probe, ProbedHeads, ProbedLayer
 

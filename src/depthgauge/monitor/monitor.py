@@ -17,12 +17,19 @@ from torch import Tensor, nn
 from depthgauge._version import __version__
 from depthgauge.base.errors import DepthgaugeError, InputError, require_count
 from depthgauge.base.format import counted
-from depthgauge.monitor.alarms import LOGGER, Action, Detector, act, check_action
+from depthgauge.monitor.log_and_alarms import (
+    LOGGER,
+    Action,
+    Detector,
+    JsonLines,
+    Sink,
+    act,
+    check_action,
+    further_sinks,
+)
 from depthgauge.monitor.measurement import combined, moved
-from depthgauge.monitor.model_probe import ModelProbe, make_batch
-from depthgauge.monitor.network_probe import NetworkProbe, make_inputs
-from depthgauge.monitor.processes import ProbeError, Processes, cause_of, rank
-from depthgauge.monitor.sinks import JsonLines, Sink, further_sinks
+from depthgauge.monitor.probes import ModelProbe, NetworkProbe, make_batch, make_inputs
+from depthgauge.monitor.undisturbed import ProbeError, Processes, cause_of, rank
 from depthgauge.results.monitor_options import (
     AlarmThresholds,
     MonitorOptions,

@@ -1,4 +1,4 @@
-from depthgauge.monitor.alarms import AlarmError as AlarmError
+from depthgauge.monitor.log_and_alarms import AlarmError as AlarmError
 from depthgauge.report.write import write_report as write_report
 from depthgauge.results.evaluate_options import EvaluateOptions as EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord as EvaluateRecord
