@@ -19,7 +19,7 @@ CHILD = """
 import json, resource, sys, time
 import torch
 from depthgauge import measure, random_network
-from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.random_networks import uniform_inputs
 tokens, layers, threads = map(int, sys.argv[1:])
 torch.set_num_threads(threads)
 network = random_network(layers=layers, heads=8, dim=64, eta=0.1, seed=0)

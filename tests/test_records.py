@@ -13,8 +13,7 @@ from depthgauge import random_network
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.papers.separation.sampling import draw_attention, draw_regression
 from depthgauge.papers.separation.settings import CrossAttention, Regression
-from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.signs import sign_norm_up
+from depthgauge.theory.linalg.enclosures import Enclosure, sign_norm_up
 
 
 def matrix(seed: int, size: int = 12) -> torch.Tensor:

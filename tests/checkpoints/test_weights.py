@@ -13,7 +13,7 @@ from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.regime import TOLERANCE, corrected_bound, regime
 from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.linalg.norms import column_norm, composite_norm
-from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.random_networks import uniform_inputs
 
 
 def silence_biases(model: torch.nn.Module) -> None:

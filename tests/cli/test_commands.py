@@ -21,7 +21,7 @@ import depthgauge.workflows.target
 from depthgauge.cli.gauge_tables import profile_tables
 from depthgauge.cli.main import main
 from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
-from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.random_networks import uniform_inputs
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import math
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from depthgauge.theory.linalg.softmax import LINEAR_REMAINDER
+from depthgauge.theory.linalg.norms import LINEAR_REMAINDER
 
 
 def alpha(x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

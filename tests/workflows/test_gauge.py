@@ -15,7 +15,7 @@ from depthgauge.base.errors import InputError, InputFileError, NetworkFileError,
 from depthgauge.base.format import number
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import SCHEMA
-from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.network.random_networks import uniform_inputs
 from depthgauge.workflows import gauge_network as module
 from depthgauge.workflows import target as targets
 from depthgauge.workflows.collapse import collapse_file

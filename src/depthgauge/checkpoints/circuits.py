@@ -18,7 +18,7 @@ from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.families import Family, Separate
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.theory.linalg.norms import entry_sum_norm
-from depthgauge.theory.measures.heads import weight_sizes
+from depthgauge.theory.measures.quantities import weight_sizes
 from depthgauge.theory.network.network import Layer
 
 

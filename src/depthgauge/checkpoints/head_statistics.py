@@ -14,7 +14,7 @@ from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.interface import AttentionCall, RowBlock
-from depthgauge.theory.measures.heads import VisibleKeys, row_measures
+from depthgauge.theory.measures.quantities import VisibleKeys, row_measures
 
 STATIC = ("uniform", "first", "previous", "mean")
 """Attention patterns that do not depend on the text.

@@ -20,7 +20,7 @@ from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.theory.measures.residuals import residual_size
+from depthgauge.theory.measures.quantities import residual_size
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from depthgauge.checkpoints.model_output import accuracy, window_losses
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
-from depthgauge.theory.measures.residuals import residual_sizes
+from depthgauge.theory.measures.quantities import residual_sizes
 
 
 class WindowObserver:

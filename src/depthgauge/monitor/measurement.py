@@ -19,7 +19,7 @@ from depthgauge.checkpoints.head_statistics import visible_keys
 from depthgauge.checkpoints.interface import BLOCK_ENTRIES, AttentionCall
 from depthgauge.results.monitor_record import Probe, ProbedHeads, ProbedLayer
 from depthgauge.results.record import finite
-from depthgauge.theory.measures.heads import VisibleKeys, row_measures
+from depthgauge.theory.measures.quantities import VisibleKeys, row_measures
 
 _MASKS = 2
 """How many masks are kept: models with windowed layers alternate between two."""

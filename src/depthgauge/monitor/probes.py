@@ -35,9 +35,7 @@ from depthgauge.monitor.measurement import (
 )
 from depthgauge.monitor.undisturbed import Processes, ranks, sharded, undisturbed
 from depthgauge.results.monitor_record import MonitoredModel
-from depthgauge.theory.network.layer import softmax_attention
-from depthgauge.theory.network.network import SelfAttentionNetwork
-from depthgauge.theory.network.trace import LayerTrace
+from depthgauge.theory.network.network import LayerTrace, SelfAttentionNetwork, softmax_attention
 
 AGREE = 0.1
 """Largest relative difference between the states of the observed model and its own: rounding in half precision."""

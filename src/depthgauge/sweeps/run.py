@@ -28,7 +28,7 @@ from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, silent
 from depthgauge.sweeps.grid import Cell, CellOutcome, Grid
 from depthgauge.sweeps.store import RunSummary, Store, run_lock
-from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.linalg.small_matrices import threads_for
 
 ENGINES = ("local", "dask")
 CONNECT_SECONDS = 4

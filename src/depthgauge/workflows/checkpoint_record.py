@@ -29,7 +29,7 @@ from depthgauge.results.labels import EXPERT, SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
 from depthgauge.results.verdicts import checkpoint_verdict
-from depthgauge.theory.measures.residuals import SampleResiduals, residual_record
+from depthgauge.theory.measures.quantities import SampleResiduals, residual_record
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
 """The statistics of a head that are copied to its record."""

@@ -16,12 +16,11 @@ from depthgauge.results.verdicts import network_verdict
 from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
-from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.measures.profile import measure
-from depthgauge.theory.network.inputs import load_inputs, uniform_inputs
 from depthgauge.theory.network.network import SelfAttentionNetwork
-from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
-from depthgauge.theory.surrogates.wide_block import needs_tokens
+from depthgauge.theory.network.random_networks import load_inputs, uniform_inputs
+from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form, needs_tokens, refusal
 from depthgauge.workflows.target import Target
 
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)

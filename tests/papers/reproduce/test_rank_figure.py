@@ -22,7 +22,7 @@ from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
 from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
 from depthgauge.papers.reproduce.rank_figure import RankStudy, depth_curves
 from depthgauge.papers.reproduce.study import Computing
-from depthgauge.theory.measures.residuals import residual_size
+from depthgauge.theory.measures.quantities import residual_size
 
 
 def wide(name: str) -> Checkpoint:

@@ -17,8 +17,7 @@ from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.norms import max_norm, residual
 from depthgauge.theory.measures.profile import measure
-from depthgauge.theory.network.inputs import uniform_inputs
-from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.network.random_networks import random_network, uniform_inputs
 
 NETWORK = {"eta": 0.05, "layers": 3, "heads": 2, "dim": 4}
 

@@ -8,8 +8,7 @@ from depthgauge.theory.certificates import arb_values
 from depthgauge.theory.certificates.arb_values import difference_below, distinct_tokens
 from depthgauge.theory.certificates.attack import AttackOptions, attack, difference, prepare, search, sign_search
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
-from depthgauge.theory.network.inputs import uniform_inputs
-from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.network.random_networks import random_network, uniform_inputs
 from depthgauge.theory.surrogates.closed_forms import closed_form
 
 BOX = InputSet("box", 1.0)

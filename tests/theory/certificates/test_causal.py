@@ -18,9 +18,8 @@ from depthgauge.theory.certificates.compared_networks import Comparison, InputSe
 from depthgauge.theory.certificates.regions import ConvexRegion, PointRegion, Region
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.softmax import softm
-from depthgauge.theory.network.layer import Layer
-from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.linalg.norms import softm
+from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import closed_form, drift_orders, pattern_layer, prefix_average
 from depthgauge.theory.surrogates.expansion import CausalExpansion
 

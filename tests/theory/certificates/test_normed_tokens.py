@@ -21,7 +21,7 @@ import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
 from depthgauge.cli.main import main
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.softmax import softm
+from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import SelfAttentionNetwork
 
 SLACK = 1 + 1e-9

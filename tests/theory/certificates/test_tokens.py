@@ -22,7 +22,7 @@ from depthgauge.theory.certificates.token_proof import token_proof
 from depthgauge.theory.certificates.token_set import Tokens, load_tokens
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.softmax import softm
+from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import fold
 from depthgauge.theory.surrogates.expansion import Expansion

@@ -19,7 +19,7 @@ from depthgauge.theory.certificates.parallel_blocks import Movements, largest_af
 from depthgauge.theory.certificates.read_tokens import ReadTokens, diameter
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.softmax import softm
+from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import NORM_EPSILON
 
 SLACK = 1 + 1e-9

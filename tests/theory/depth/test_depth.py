@@ -18,8 +18,7 @@ from depthgauge.theory.depth.effective import (
     runs_between,
 )
 from depthgauge.theory.depth.methods import collapse
-from depthgauge.theory.network.inputs import uniform_inputs
-from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.network.random_networks import random_network, uniform_inputs
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form
 
 

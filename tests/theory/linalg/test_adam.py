@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from depthgauge.theory.linalg.adam import Adam
+from depthgauge.theory.linalg.small_matrices import Adam
 
 
 def test_steps_follow_the_formula():

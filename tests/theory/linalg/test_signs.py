@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.theory.linalg import signs
+from depthgauge.theory.linalg import enclosures
 from depthgauge.theory.linalg.enclosures import Enclosure
 
 ENTRIES = st.one_of(st.floats(-10, 10), st.sampled_from([0.0, 1.0, -1.0]))
@@ -40,11 +40,11 @@ def test_every_bound_is_above_the_exact_norm(M: Tensor) -> None:
     exact = exact_norm(M)
     ones = torch.ones(M.shape[0], dtype=torch.float64), torch.ones(M.shape[1], dtype=torch.float64)
     bounds = {
-        "absolute sum": signs.absolute_sum(M),
-        "spectral": signs.scaled_spectral(M, *ones),
-        "optimised": signs.scaled_spectral(M, *signs.best_scalings(M)),
-        "enumerated": signs.enumerated(M),
-        "kept": signs.sign_norm_up(M).value,
+        "absolute sum": enclosures.absolute_sum(M),
+        "spectral": enclosures.scaled_spectral(M, *ones),
+        "optimised": enclosures.scaled_spectral(M, *enclosures.best_scalings(M)),
+        "enumerated": enclosures.enumerated(M),
+        "kept": enclosures.sign_norm_up(M).value,
     }
     for name, bound in bounds.items():
         assert Fraction(bound.item()) >= exact, name
@@ -59,7 +59,7 @@ def test_every_bound_is_above_the_exact_norm(M: Tensor) -> None:
     columns=st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3),
 )
 def test_any_positive_scaling_gives_an_upper_bound(M: Tensor, rows: list[float], columns: list[float]) -> None:
-    bound = signs.scaled_spectral(
+    bound = enclosures.scaled_spectral(
         M, torch.tensor(rows, dtype=torch.float64), torch.tensor(columns, dtype=torch.float64)
     )
     assert Fraction(bound.item()) >= exact_norm(M)
@@ -72,12 +72,12 @@ def test_ten_by_ten_by_enumeration(M: Tensor, sparse: bool) -> None:
     exact = norm_by_enumeration(M)
     slack = 1 - 1e-12
     ones = torch.ones(10, dtype=torch.float64)
-    assert signs.absolute_sum(M).item() >= exact * slack
-    assert signs.scaled_spectral(M, ones, ones).item() >= exact * slack
-    optimised = signs.scaled_spectral(M, *signs.best_scalings(M)).item()
+    assert enclosures.absolute_sum(M).item() >= exact * slack
+    assert enclosures.scaled_spectral(M, ones, ones).item() >= exact * slack
+    optimised = enclosures.scaled_spectral(M, *enclosures.best_scalings(M)).item()
     assert optimised >= exact * slack
     assert optimised <= 1.783 * exact * (1 + 1e-2)  # Grothendieck's constant, and 1 % for incomplete convergence
-    assert signs.sign_norm_up(M).value.item() == pytest.approx(exact, rel=1e-12)
+    assert enclosures.sign_norm_up(M).value.item() == pytest.approx(exact, rel=1e-12)
 
 
 @given(M=seeded(10, 14))
@@ -87,7 +87,7 @@ def test_wide_and_tall_matrices_above_the_enumerated_size(M: Tensor) -> None:
     M = torch.cat([M, M[:1].flip(-1)])
     exact = norm_by_enumeration(M)
     for matrix in (M, M.mT):
-        bound = signs.sign_norm_up(matrix)
+        bound = enclosures.sign_norm_up(matrix)
         assert bound.value.item() >= exact * (1 - 1e-12)
         assert bound.value.item() <= 1.5 * exact
         assert bound.method in ("scaled spectral norm", "spectral norm")
@@ -98,29 +98,32 @@ def test_optimised_scalings_are_tighter_than_none_where_rows_differ() -> None:
     M = torch.randn(24, 24, generator=generator, dtype=torch.float64)
     M = M * torch.logspace(-2, 2, 24, dtype=torch.float64)[:, None]
     ones = torch.ones(24, dtype=torch.float64)
-    plain, optimised = signs.scaled_spectral(M, ones, ones), signs.scaled_spectral(M, *signs.best_scalings(M))
+    plain, optimised = (
+        enclosures.scaled_spectral(M, ones, ones),
+        enclosures.scaled_spectral(M, *enclosures.best_scalings(M)),
+    )
     assert optimised < 0.75 * plain
-    assert optimised < 0.75 * signs.absolute_sum(M)
-    kept = signs.sign_norm_up(M)
+    assert optimised < 0.75 * enclosures.absolute_sum(M)
+    kept = enclosures.sign_norm_up(M)
     assert kept.method == "scaled spectral norm"
     assert kept.value == optimised
     # The scalings in the record prove the bound: they give the same value again.
     assert kept.row_scale is not None
     assert kept.column_scale is not None
-    assert signs.scaled_spectral(M, kept.row_scale, kept.column_scale) == kept.value
+    assert enclosures.scaled_spectral(M, kept.row_scale, kept.column_scale) == kept.value
 
 
 def test_more_iterations_do_not_make_the_bound_much_larger() -> None:
     generator = torch.Generator().manual_seed(1)
     M = torch.randn(16, 16, generator=generator, dtype=torch.float64)
-    few, many = (signs.sign_norm_up(M, iterations=k).value.item() for k in (5, 200))
+    few, many = (enclosures.sign_norm_up(M, iterations=k).value.item() for k in (5, 200))
     assert many <= few
-    assert signs.sign_norm_up(M).value.item() <= 1.01 * many
+    assert enclosures.sign_norm_up(M).value.item() <= 1.01 * many
 
 
 def test_a_matrix_of_one_sign_is_its_absolute_sum() -> None:
     M = torch.rand(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    bound = signs.sign_norm_up(M)
+    bound = enclosures.sign_norm_up(M)
     exact = sum((Fraction(v) for v in M.flatten().tolist()), Fraction(0))
     assert bound.method == "absolute sum"
     assert Fraction(bound.value.item()) >= exact
@@ -134,10 +137,10 @@ def test_hadamard_matrices_are_where_the_spectral_norm_wins(n: int) -> None:
     while len(H) < 16:
         H = torch.cat([torch.cat([H, H], -1), torch.cat([H, -H], -1)])
     H = H[:n]
-    bound = signs.sign_norm_up(H).value.item()
-    assert bound >= signs.enumerated(H).item() * (1 - 1e-12)
+    bound = enclosures.sign_norm_up(H).value.item()
+    assert bound >= enclosures.enumerated(H).item() * (1 - 1e-12)
     assert bound <= math.sqrt(16 * n) * 4 * (1 + 1e-9)
-    assert signs.absolute_sum(H).item() >= 16 * n
+    assert enclosures.absolute_sum(H).item() >= 16 * n
 
 
 @given(
@@ -157,10 +160,10 @@ def test_every_member_of_an_enclosure_is_bounded(mid: Tensor, rad: Tensor, corne
     )
     ones = torch.ones(3, dtype=torch.float64)
     for bound in (
-        signs.absolute_sum(enclosure),
-        signs.scaled_spectral(enclosure, ones, 2 * ones),
-        signs.enumerated(enclosure),
-        signs.sign_norm_up(enclosure).value,
+        enclosures.absolute_sum(enclosure),
+        enclosures.scaled_spectral(enclosure, ones, 2 * ones),
+        enclosures.enumerated(enclosure),
+        enclosures.sign_norm_up(enclosure).value,
     ):
         assert Fraction(bound.item()) >= exact
 
@@ -170,7 +173,7 @@ def test_batches_and_float32(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(2, 3, size, size, generator=generator, dtype=torch.float32)
     batch[0, 0, 1] = 0.0  # a row of zeros must not break the scaling
-    together = signs.sign_norm_up(batch).value
+    together = enclosures.sign_norm_up(batch).value
     assert together.shape == (2, 3)
     assert together.dtype == torch.float64
     for i, j in itertools.product(range(2), range(3)):
@@ -183,7 +186,7 @@ def test_batches_and_float32(size: int) -> None:
 @pytest.mark.parametrize("scale", [1e-200, 1e200, 1e-310])
 def test_sizes_far_from_one(size: int, scale: float) -> None:
     M = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
-    bound, exact = signs.sign_norm_up(M).value.item(), norm_by_enumeration(M)
+    bound, exact = enclosures.sign_norm_up(M).value.item(), norm_by_enumeration(M)
     assert bound >= exact * (1 - 1e-12)
     assert bound <= 1.5 * exact
 
@@ -193,19 +196,19 @@ def test_sizes_far_from_one(size: int, scale: float) -> None:
 def test_matrices_with_infinity_or_nan_have_the_bound_infinity(size: int, bad: float) -> None:
     M = torch.ones(2, size, size, dtype=torch.float64)
     M[0, 1, 2] = bad
-    first, second = signs.sign_norm_up(M).value.tolist()
+    first, second = enclosures.sign_norm_up(M).value.tolist()
     assert first == math.inf
     assert second == pytest.approx(size * size)
 
 
 def test_zero_matrices() -> None:
     for size in (3, 12):
-        assert 0 <= signs.sign_norm_up(torch.zeros(size, size, dtype=torch.float64)).value.item() < 1e-300
+        assert 0 <= enclosures.sign_norm_up(torch.zeros(size, size, dtype=torch.float64)).value.item() < 1e-300
 
 
 def test_sign_vectors_are_complete_up_to_an_overall_sign() -> None:
     for m in (1, 2, 5):
-        rows = {tuple(row) for row in signs.sign_vectors(m).tolist()}
+        rows = {tuple(row) for row in enclosures.sign_vectors(m).tolist()}
         everything = set(itertools.product((1.0, -1.0), repeat=m))
         assert len(rows) == 2 ** (m - 1)
         assert rows | {tuple(-v for v in row) for row in rows} == everything
@@ -213,4 +216,4 @@ def test_sign_vectors_are_complete_up_to_an_overall_sign() -> None:
 
 def test_enumeration_rejects_large_matrices() -> None:
     with pytest.raises(InputError, match="at most 20"):
-        signs.enumerated(torch.ones(21, 21, dtype=torch.float64))
+        enclosures.enumerated(torch.ones(21, 21, dtype=torch.float64))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.theory.linalg import softmax as sm
+from depthgauge.theory.linalg import norms as sm
 from depthgauge.theory.linalg.norms import column_norm, max_norm, residual
 
 SCORES = st.one_of(st.floats(-30, 30), st.floats(-1, 1), st.sampled_from([0.0, 1.0, -5.0, 200.0]))

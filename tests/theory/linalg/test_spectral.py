@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.spectral import frobenius_norm_up, largest_eigenvalue_up, spectral_norm_up
+from depthgauge.theory.linalg.enclosures import Enclosure, frobenius_norm_up, largest_eigenvalue_up, spectral_norm_up
 
 ENTRIES = st.one_of(st.floats(-10, 10), st.sampled_from([0.0, 1.0, -1.0]))
 

@@ -16,10 +16,18 @@ from torch import Tensor
 from depthgauge import SelfAttentionNetwork, measure, random_network
 from depthgauge.base.errors import InputError, MissingPackageError
 from depthgauge.results.record import finite
-from depthgauge.theory.measures.heads import HeadMeasures, WeightSizes, balance, entropy, measure_heads, weight_sizes
-from depthgauge.theory.measures.residuals import residual_size, residual_sizes
-from depthgauge.theory.network import trace
-from depthgauge.theory.network.layer import Layer
+from depthgauge.theory.measures.quantities import (
+    HeadMeasures,
+    WeightSizes,
+    balance,
+    entropy,
+    measure_heads,
+    residual_size,
+    residual_sizes,
+    weight_sizes,
+)
+from depthgauge.theory.network import network as trace
+from depthgauge.theory.network.network import Layer
 
 
 def names(record: type) -> list[str]:

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from depthgauge import SelfAttentionNetwork, load_network, random_network, save_network
 from depthgauge.base.errors import InputError
-from depthgauge.theory.network.layer import Layer
+from depthgauge.theory.network.network import Layer
 
 
 def test_biases_of_the_attention_are_added_where_they_belong() -> None:

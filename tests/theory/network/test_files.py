@@ -22,7 +22,7 @@ import depthgauge.theory.network.files
 from depthgauge import SelfAttentionNetwork, load_network, random_network, save_network
 from depthgauge.base.errors import InputError, NetworkFileError, OutputError
 from depthgauge.base.io import write_atomically, write_text
-from depthgauge.theory.network.layer import Layer
+from depthgauge.theory.network.network import Layer
 
 KINDS: list[dict[str, object]] = [
     {},

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from depthgauge import load_network, random_network, save_network
 from depthgauge.base.errors import InputFileError, NetworkFileError
-from depthgauge.theory.network.inputs import load_inputs
+from depthgauge.theory.network.random_networks import load_inputs
 
 ORIGINALS = (
     {"layers": 2, "heads": 2, "dim": 3, "eta": 0.1},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthgauge import SelfAttentionNetwork, random_network
 from depthgauge.base.errors import InputError
-from depthgauge.theory.network.layer import Layer, Mlp, softmax_attention
+from depthgauge.theory.network.network import Layer, Mlp, softmax_attention
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

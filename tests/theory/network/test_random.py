@@ -11,8 +11,7 @@ from torch import Tensor
 
 from depthgauge import SelfAttentionNetwork, random_network
 from depthgauge.base.errors import InputError, InputFileError
-from depthgauge.theory.network.inputs import load_inputs, uniform_inputs
-from depthgauge.theory.network.random_networks import DISTRIBUTIONS
+from depthgauge.theory.network.random_networks import DISTRIBUTIONS, load_inputs, uniform_inputs
 
 DTYPES = [torch.float64, torch.float32]
 

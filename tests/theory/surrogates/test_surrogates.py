@@ -11,8 +11,7 @@ from depthgauge.theory.certificates.compared_networks import Comparison, InputSe
 from depthgauge.theory.depth import methods as fitted_module
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.network.files import load_network, save_network
-from depthgauge.theory.network.inputs import uniform_inputs
-from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.network.random_networks import random_network, uniform_inputs
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, METHODS, closed_form, fold, refusal
 
 ORDERS = {"identity": 1, "last-layer": 1, "parallel": 2, "mean-field": 3, "corrected": 4}

@@ -14,7 +14,7 @@ from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
 from depthgauge.papers.ledger.search import judge
 from depthgauge.papers.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 from depthgauge.papers.ledger.story import explain
-from depthgauge.theory.linalg.threads import SMALL, threads_for
+from depthgauge.theory.linalg.small_matrices import SMALL, threads_for
 
 PAPERS = ("A", "B", "ours")
 

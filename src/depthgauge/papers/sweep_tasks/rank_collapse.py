@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.theory.linalg.enclosures import sign_norm_up
 from depthgauge.theory.linalg.norms import Center, center_row, composite_norm, max_norm
-from depthgauge.theory.linalg.signs import sign_norm_up
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 
 

@@ -43,10 +43,9 @@ from depthgauge.theory.certificates.printed import log_dong_rate, printed_bound
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.norms import composite_norm, max_norm
-from depthgauge.theory.measures.heads import weight_sizes
-from depthgauge.theory.network.inputs import uniform_inputs
+from depthgauge.theory.measures.quantities import weight_sizes
 from depthgauge.theory.network.network import NORMS, SelfAttentionNetwork, softmax_attention
-from depthgauge.theory.network.random_networks import DISTRIBUTIONS, random_network
+from depthgauge.theory.network.random_networks import DISTRIBUTIONS, random_network, uniform_inputs
 from depthgauge.theory.surrogates.closed_forms import METHODS, drift_matrix, refusal
 
 _NETWORK = {

@@ -29,9 +29,8 @@ from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import Enclosure
 from depthgauge.theory.linalg.rounding import nonnegative_matmul_up, tanh_up, up
 from depthgauge.theory.network.network import SelfAttentionNetwork
-from depthgauge.theory.surrogates.closed_forms import closed_form, refusal
+from depthgauge.theory.surrogates.closed_forms import closed_form, needs_tokens, refusal
 from depthgauge.theory.surrogates.expansion import Expansion
-from depthgauge.theory.surrogates.wide_block import needs_tokens
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""

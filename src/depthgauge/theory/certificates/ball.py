@@ -13,9 +13,8 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.theory.certificates.box import RHO, PerHead, Vector, drift_in_query, drift_of_output, head_tensor, total
 from depthgauge.theory.certificates.lead import Rank1Sum
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.enclosures import Enclosure, spectral_norm_up
 from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_sum_up, sqrt_up, tanh_up
-from depthgauge.theory.linalg.spectral import spectral_norm_up
 from depthgauge.theory.surrogates.expansion import Expansion
 
 Number = Float[Tensor, ""]

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.theory.certificates.lead import LeadBound, Rank1Sum, lead_bound
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.enclosures import Enclosure, SignBound, sign_norm_up
+from depthgauge.theory.linalg.norms import LINEAR_REMAINDER
 from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
-from depthgauge.theory.linalg.signs import SignBound, sign_norm_up
-from depthgauge.theory.linalg.softmax import LINEAR_REMAINDER
 from depthgauge.theory.surrogates.expansion import Expansion
 
 Vector = Float[Tensor, " d"]

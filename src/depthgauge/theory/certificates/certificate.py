@@ -21,9 +21,9 @@ from depthgauge.theory.certificates.proof import UpperBound, prove_upper
 from depthgauge.theory.certificates.token_attack import attack_tokens
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.certificates.verify.check import verify
-from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import SelfAttentionNetwork, require_network
-from depthgauge.theory.surrogates.wide_block import block_obstacle
+from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
 EFFORTS = ("default", "high")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from depthgauge.base.format import number
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.network.network import SelfAttentionNetwork
-from depthgauge.theory.surrogates.wide_block import needs_tokens
+from depthgauge.theory.surrogates.closed_forms import needs_tokens
 
 
 @dataclass(frozen=True)

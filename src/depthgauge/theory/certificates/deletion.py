@@ -22,7 +22,7 @@ from depthgauge.theory.certificates.box import Norms, PartsByLayer, PerHead, Vec
 from depthgauge.theory.linalg.enclosures import Enclosure
 from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, tanh_up
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
-from depthgauge.theory.surrogates.matching import match_heads
+from depthgauge.theory.surrogates.expansion import match_heads
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13}
 """Upper bounds λ on the slope of the activations; the largest slope of GELU is 1.1289…, at √2."""

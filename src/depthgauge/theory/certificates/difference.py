@@ -31,7 +31,7 @@ from depthgauge.theory.certificates.box import (
 )
 from depthgauge.theory.certificates.lead import Rank1Sum
 from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_sum_up, tanh_up
-from depthgauge.theory.surrogates.matching import LayerMatch
+from depthgauge.theory.surrogates.expansion import LayerMatch
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
-from depthgauge.theory.linalg.adam import Adam
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.enclosures import Enclosure, spectral_norm_up
 from depthgauge.theory.linalg.rounding import (
     TINY,
     add_up,
@@ -27,7 +26,7 @@ from depthgauge.theory.linalg.rounding import (
     nonnegative_sum_up,
     sqrt_up,
 )
-from depthgauge.theory.linalg.spectral import spectral_norm_up
+from depthgauge.theory.linalg.small_matrices import Adam
 
 STEPS = 40
 LEARNING_RATE = 0.2

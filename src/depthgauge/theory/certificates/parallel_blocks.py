@@ -32,7 +32,7 @@ from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.deletion import STEEPEST
 from depthgauge.theory.certificates.read_tokens import PerToken, ReadTokens, diameter, lengths
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.enclosures import Enclosure, frobenius_norm_up, spectral_norm_up
 from depthgauge.theory.linalg.rounding import (
     TINY,
     add_up,
@@ -44,9 +44,8 @@ from depthgauge.theory.linalg.rounding import (
     sub_up,
     tanh_up,
 )
-from depthgauge.theory.linalg.spectral import frobenius_norm_up, spectral_norm_up
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
-from depthgauge.theory.surrogates.wide_block import block_obstacle
+from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
 ENTRIES = 2**22
 """Entries of an array that are computed at a time (32 MB)."""

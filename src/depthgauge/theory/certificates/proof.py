@@ -27,8 +27,7 @@ from depthgauge.theory.certificates.squares import Multipliers, sharpen
 from depthgauge.theory.certificates.token_proof import TokenProof, token_proof
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_sum_up
-from depthgauge.theory.surrogates.expansion import Expansion
-from depthgauge.theory.surrogates.matching import match_heads
+from depthgauge.theory.surrogates.expansion import Expansion, match_heads
 
 WORTHWHILE = 0.03
 """The share of a bound beyond its leading and linear terms above which intermediate states are bounded jointly too."""

@@ -13,9 +13,8 @@ from depthgauge.theory.certificates.ball import column_lengths
 from depthgauge.theory.certificates.box import JOINT_LIMIT, HeadVectors, Norms, PerHead, Vector
 from depthgauge.theory.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.theory.certificates.token_bounds import PairLead, can_pair, largest, ranges, widest_row
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.enclosures import Enclosure, spectral_norm_up
 from depthgauge.theory.linalg.rounding import mul_up, nonnegative_sum_up
-from depthgauge.theory.linalg.spectral import spectral_norm_up
 
 
 class ConvexLead:

@@ -17,9 +17,9 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.certificates.lead import LeadBound, Rank1Sum, assemble, scale_tensor, scaled_norm
-from depthgauge.theory.linalg.adam import Adam
+from depthgauge.theory.linalg.enclosures import frobenius_norm_up, largest_eigenvalue_up
 from depthgauge.theory.linalg.rounding import TINY, add_up, gamma, mul_up, sqrt_up
-from depthgauge.theory.linalg.spectral import frobenius_norm_up, largest_eigenvalue_up
+from depthgauge.theory.linalg.small_matrices import Adam
 
 STEPS = 30
 

@@ -31,7 +31,7 @@ from depthgauge.theory.certificates.box import (
     weighted_per_head,
 )
 from depthgauge.theory.certificates.lead import Rank1Sum
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.enclosures import Enclosure, frobenius_norm_up
 from depthgauge.theory.linalg.rounding import (
     TINY,
     add_up,
@@ -43,7 +43,6 @@ from depthgauge.theory.linalg.rounding import (
     sub_up,
     tanh_up,
 )
-from depthgauge.theory.linalg.spectral import frobenius_norm_up
 from depthgauge.theory.surrogates.expansion import Expansion
 
 BLOCK = 2**22

@@ -28,11 +28,10 @@ from depthgauge.theory.certificates.token_bounds import TokenBounds
 from depthgauge.theory.certificates.token_proof import token_proof
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.rounding import add_up
-from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import AttentionFunction, SelfAttentionNetwork, require_network
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
-from depthgauge.theory.surrogates.expansion import Expansion
-from depthgauge.theory.surrogates.matching import match_heads
+from depthgauge.theory.surrogates.expansion import Expansion, match_heads
 
 FEW_LAYERS = 6
 """The largest number of layers at which every choice of kept layers is tried."""

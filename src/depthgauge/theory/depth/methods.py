@@ -11,8 +11,7 @@ from depthgauge.base.errors import InputError, require_count, require_radius, re
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.attack import AttackOptions, difference, multiset_attention, search
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
-from depthgauge.theory.linalg.adam import Adam
-from depthgauge.theory.linalg.threads import threads_for
+from depthgauge.theory.linalg.small_matrices import Adam, threads_for
 from depthgauge.theory.network.network import AttentionFunction, SelfAttentionNetwork, require_network
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, METHODS, closed_form, refusal
 

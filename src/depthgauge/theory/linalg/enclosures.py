@@ -1,11 +1,26 @@
-"""Enclosures: midpoint–radius matrices, for results of either sign that pass through several operations."""
+"""Enclosures of matrices, and verified upper bounds on their norms.
+
+An enclosure is a midpoint–radius matrix, for results of either sign that pass through several operations. The bounds on
+eigenvalues and spectral norms are verified: a floating-point SVD is not a proof.
+
+The sign norm is ‖M‖_{∞→1} = max xᵀMy over sign vectors x, y. Computing it is NP-hard. `sign_norm_up` takes the smallest
+of three upper bounds, all with outward rounding:
+
+- Σ_ij |M_ij|, which is the exact value if all entries have one sign;
+- for any u, v > 0,  xᵀMy ≤ σ_max(D_u^{-½} M D_v^{-½}) · √(Σu · Σv), because |D_u^{½} x|² = Σu and |D_v^{½} y|² = Σv;
+  u = v = 1 gives √(mn)·σ_max, and the best u, v give the value of the semidefinite relaxation, which is at most
+  1.783 times the norm (Grothendieck's inequality);
+- if the shorter side is at most `ENUMERATED`, the maximum over all its sign vectors, which is the exact value.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
@@ -14,11 +29,15 @@ from depthgauge.theory.linalg.rounding import (
     UNIT,
     add_up,
     as_float64,
+    div_up,
     gamma,
     mul_up,
     nonnegative_matmul_up,
     nonnegative_sum_up,
+    sqrt_up,
     sub_down,
+    times_power_of_two,
+    up,
 )
 
 
@@ -118,3 +137,188 @@ def _without_overflow(mid: Tensor, rad: Tensor) -> Enclosure:
     A computed sum may overflow to ±∞ although the real sum is finite, and even if it has the other sign.
     """
     return Enclosure(torch.where(mid.isinf(), 0.0, mid), torch.where(mid.isfinite(), rad, math.inf))
+
+
+def largest_eigenvalue_up(S: Enclosure | Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """Return an upper bound on λ_max(S) for all symmetric matrices S in the enclosure.
+
+    Let V hold the floating-point eigenvectors, B = Vᵀ S V, δ ≥ ‖VᵀV − I‖row and λ = max_i (B_ii + Σ_{j≠i} |B_ij|).
+    If δ < 1, then V is invertible and every x is V y for some y. By Gershgorin's theorem,
+
+        xᵀSx / xᵀx = yᵀBy / yᵀVᵀVy ≤ λ/(1 − δ)  if λ ≥ 0,   and  ≤ λ/(1 + δ)  if λ < 0.
+
+    The bound holds for every V with δ < 1; it is tight if V is close to the eigenvectors. If δ ≥ ½ or a number is not
+    finite, the largest absolute row sum of S is returned instead.
+    """
+    S = as_enclosure(S)
+    n = S.shape[-1]
+    row_sum = nonnegative_sum_up(S.abs_up(), -1).amax(dim=-1)
+    finite = S.mid.isfinite().all(dim=-1).all(dim=-1)
+    safe = torch.where(finite[..., None, None], S.mid, 0.0)
+    eye = torch.eye(n, dtype=torch.float64, device=S.mid.device)
+    try:
+        V = torch.linalg.eigh(safe / 2 + safe.mT / 2)[1]
+    except LinAlgError:  # no convergence: V = I gives the plain Gershgorin bound
+        V = eye.expand_as(safe)
+    delta = nonnegative_sum_up((Enclosure.exact(V).mT @ V - eye).abs_up(), -1).amax(dim=-1)
+    B = Enclosure.exact(V).mT @ S @ V
+    off_diagonal = nonnegative_sum_up(B.abs_up() * (1.0 - eye), -1)
+    gershgorin = add_up(B.upper().diagonal(dim1=-2, dim2=-1), off_diagonal).amax(dim=-1)
+    verified = torch.where(
+        gershgorin >= 0, div_up(gershgorin, sub_down(1.0, delta)), div_up(gershgorin, add_up(1.0, delta))
+    )
+    usable = finite & (delta < 0.5) & verified.isfinite()
+    return torch.where(usable, torch.minimum(verified, row_sum), row_sum)
+
+
+def frobenius_norm_up(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+    """Return an upper bound on ‖M‖F. Entries are scaled by a power of two, so squares do not overflow or underflow."""
+    size = as_enclosure(M).abs_up()
+    scaled, exponent = _to_unit_scale(size)
+    squares = nonnegative_sum_up(mul_up(scaled, scaled), (-2, -1))
+    return up(times_power_of_two(sqrt_up(squares), exponent))
+
+
+def spectral_norm_up(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+    """Return an upper bound on ‖M‖₂ = √λ_max(MᵀM) for all M in the enclosure."""
+    M = as_enclosure(M)
+    if M.shape[-2] < M.shape[-1]:
+        M = M.mT
+    scaled, exponent = _to_unit_scale(M.mid)
+    # G = fl(MᵀM) satisfies |(G + Gᵀ)/2 − MᵀM| ≤ γ_{m+1} |M|ᵀ|M| up to underflow, hence
+    # ‖(G + Gᵀ)/2 − MᵀM‖₂ ≤ γ_{m+1} ‖M‖F² + 4mn·TINY.
+    m, n = scaled.shape[-2:]
+    size = frobenius_norm_up(scaled)
+    lost = add_up(mul_up(gamma(m + 1), mul_up(size, size)), 4.0 * m * n * TINY)
+    gram = scaled.mT @ scaled
+    square = add_up(largest_eigenvalue_up((gram + gram.mT) / 2).clamp(min=0.0), lost)
+    verified = up(times_power_of_two(sqrt_up(square), exponent))
+    of_mid = torch.minimum(verified, frobenius_norm_up(M.mid))
+    return add_up(of_mid, frobenius_norm_up(M.rad)) if bool((M.rad != 0).any()) else of_mid
+
+
+def _to_unit_scale(M: Tensor) -> tuple[Tensor, Int64[Tensor, "*batch"]]:
+    """Return M · 2^{−k} with largest absolute entry in [½, 1), and k, per matrix; keep zero and non-finite ones."""
+    largest = M.abs().amax(dim=(-2, -1))
+    k = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))[1].to(torch.int64).clamp(min=-1020, max=1022)
+    return times_power_of_two(M, -k[..., None, None]), k
+
+
+ENUMERATED = 10
+"""The longest side for which all sign vectors are enumerated (2⁹ up to an overall sign)."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SignBound(ArrayRecord):
+    """An upper bound on ‖M‖_{∞→1}, the method that gave it, and the scalings that prove it.
+
+    `row_scale` and `column_scale` are D_u^{-½} and D_v^{-½}, so u = 1/row_scale² and v = 1/column_scale².
+    """
+
+    value: Float[Tensor, "*batch"]
+    method: str
+    row_scale: Float[Tensor, "*batch m"] | None = None
+    column_scale: Float[Tensor, "*batch n"] | None = None
+
+
+def absolute_sum(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+    """Return Σ_ij |M_ij|, rounded up."""
+    return nonnegative_sum_up(M.abs_up() if isinstance(M, Enclosure) else M.abs(), (-2, -1))
+
+
+def scaled_spectral(
+    M: Enclosure | Float[Tensor, "*batch m n"],
+    row_scale: Float[Tensor, "*batch m"],
+    column_scale: Float[Tensor, "*batch n"],
+) -> Float[Tensor, "*batch"]:
+    """Return σ_max(D_u^{-½} M D_v^{-½}) · √(Σu · Σv), rounded up.
+
+    `row_scale` is D_u^{-½} and `column_scale` is D_v^{-½}. Any positive scales give an upper bound.
+    """
+    scaled = as_enclosure(M) * row_scale[..., :, None] * column_scale[..., None, :]
+    mass_u = nonnegative_sum_up(div_up(div_up(1.0, row_scale), row_scale), -1)
+    mass_v = nonnegative_sum_up(div_up(div_up(1.0, column_scale), column_scale), -1)
+    return mul_up(spectral_norm_up(scaled), mul_up(sqrt_up(mass_u), sqrt_up(mass_v)))
+
+
+def enumerated(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+    """Return ‖M‖_{∞→1} = max_x Σ_j |Σ_i x_i M_ij| over all sign vectors x of the shorter side, rounded up."""
+    M = as_enclosure(M)
+    if M.shape[-2] > M.shape[-1]:
+        M = M.mT
+    m = M.shape[-2]
+    if m > 20:
+        raise InputError(f"enumeration needs a side of at most 20, got {tuple(M.shape[-2:])}; use sign_norm_up")
+    products = Enclosure.exact(sign_vectors(m).to(M.mid.device)) @ M
+    return nonnegative_sum_up(products.abs_up(), -1).amax(dim=-1)
+
+
+def sign_vectors(m: int) -> Float[Tensor, "p m"]:
+    """Return all sign vectors of length m up to an overall sign: 2^{m−1} rows that start with +1."""
+    codes = torch.arange(2 ** max(m - 1, 0))
+    bits = (codes[:, None] >> torch.arange(max(m - 1, 0))) & 1
+    ones = torch.ones(len(codes), min(m, 1), dtype=torch.float64)
+    return torch.cat([ones, 1.0 - 2.0 * bits.to(torch.float64)], dim=-1)
+
+
+def best_scalings(
+    M: Float[Tensor, "*batch m n"], iterations: int = 60
+) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]:
+    """Return nearly optimal D_u^{-½} and D_v^{-½}, from the dual of the semidefinite relaxation.
+
+    The relaxation max Σ_ij M_ij ⟨x_i, y_j⟩ over unit vectors is maximised by alternating updates, x_i ∝ Σ_j M_ij y_j
+    and y_j ∝ Σ_i M_ij x_i, in a dimension that is high enough to have no spurious local maxima. At the maximum the
+    lengths of these sums are the optimal u and v. The bound holds for any positive scaling, so convergence affects
+    only its tightness.
+    """
+    *batch, m, n = M.shape
+    size = M.abs().amax(dim=(-2, -1), keepdim=True)
+    M = M / torch.where(size > 0, size, 1.0)
+    rank = math.isqrt(2 * (m + n)) + 2
+    y = torch.randn(n, rank, generator=torch.Generator().manual_seed(0), dtype=M.dtype).to(M.device)
+    y = (y / y.norm(dim=-1, keepdim=True)).expand(*batch, n, rank)
+    for _ in range(iterations):
+        x = M @ y
+        u = x.norm(dim=-1, keepdim=True)
+        x = x / u.clamp(min=1e-300)
+        y = M.mT @ x
+        v = y.norm(dim=-1, keepdim=True)
+        y = y / v.clamp(min=1e-300)
+    u, v = u.squeeze(-1), v.squeeze(-1)
+    # A zero row would get an infinite scale. The lower limit hardly changes the bound.
+    u = u.clamp(min=1e-300).maximum(1e-6 * u.amax(dim=-1, keepdim=True))
+    v = v.clamp(min=1e-300).maximum(1e-6 * v.amax(dim=-1, keepdim=True))
+    return u.rsqrt(), v.rsqrt()
+
+
+def sign_norm_up(M: Enclosure | Float[Tensor, "*batch m n"], iterations: int = 60) -> SignBound:
+    """Return the smallest of the bounds of this module on ‖M‖_{∞→1}, for all M in the enclosure.
+
+    The bound is taken per matrix of the batch; `method` names the bound that was smallest for most of them.
+
+    >>> M = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    >>> round(sign_norm_up(M).value.item(), 9), round(absolute_sum(M).item(), 9)
+    (2.0, 4.0)
+    """
+    total = absolute_sum(M)
+    if min(M.shape[-2:]) <= ENUMERATED:
+        return _least({"absolute sum": total, "enumeration": enumerated(M)})
+    mid = M.mid if isinstance(M, Enclosure) else as_float64(M)
+    usable = torch.where(mid.isfinite(), mid, 0.0)
+    row_scale, column_scale = best_scalings(usable, iterations)
+    ones = torch.ones_like(row_scale), torch.ones_like(column_scale)
+    bounds = {
+        "absolute sum": total,
+        "spectral norm": scaled_spectral(M, *ones),
+        "scaled spectral norm": scaled_spectral(M, row_scale, column_scale),
+    }
+    # Keep the scalings even if another bound is smaller for most matrices: a single matrix may need them.
+    least = _least(bounds)
+    return SignBound(least.value, least.method, row_scale, column_scale)
+
+
+def _least(bounds: dict[str, Float[Tensor, "*batch"]]) -> SignBound:
+    """Return the smallest bound per matrix. A NaN bound counts as +∞."""
+    values = torch.stack([torch.where(b.isnan(), math.inf, b) for b in bounds.values()])
+    winner = values.argmin(dim=0).flatten().mode().values if values[0].numel() else torch.tensor(0)
+    return SignBound(values.amin(dim=0), list(bounds)[int(winner)])

@@ -13,8 +13,15 @@ from depthgauge.base.frames import frame, html_table
 from depthgauge.base.progress import Step, silent
 from depthgauge.results.network_subject import NetworkHead, NetworkLayer, NetworkState
 from depthgauge.results.record import finite
-from depthgauge.theory.measures.heads import HeadMeasures, WeightSizes, measure_heads, weight_sizes
-from depthgauge.theory.measures.residuals import Residuals, residual_record, residual_sizes
+from depthgauge.theory.measures.quantities import (
+    HeadMeasures,
+    Residuals,
+    WeightSizes,
+    measure_heads,
+    residual_record,
+    residual_sizes,
+    weight_sizes,
+)
 from depthgauge.theory.network.network import SelfAttentionNetwork, require_network
 
 _LARGEST = {"score_range", "balance", "tv_max", "contraction", "contraction_bound"}

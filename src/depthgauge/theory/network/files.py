@@ -16,8 +16,7 @@ from torch import Tensor
 from depthgauge.base.errors import InputError, NetworkFileError, OutputError, require_path
 from depthgauge.base.format import one_line
 from depthgauge.base.io import write_atomically
-from depthgauge.theory.network.layer import Layer, Mlp
-from depthgauge.theory.network.network import ACTIVATIONS, NORMS, SelfAttentionNetwork, require_network
+from depthgauge.theory.network.network import ACTIVATIONS, NORMS, Layer, Mlp, SelfAttentionNetwork, require_network
 
 FORMAT = "depthgauge.network"
 VERSION, VERSION_WITH_BIASES = "1", "2"

@@ -7,7 +7,7 @@ import torch
 from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import Verdict
 from depthgauge.theory.certificates.certificate import certify
-from depthgauge.theory.linalg.signs import scaled_spectral, sign_norm_up, sign_vectors
+from depthgauge.theory.linalg.enclosures import scaled_spectral, sign_norm_up, sign_vectors
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.network.random_networks import random_network
 from depthgauge.theory.surrogates.closed_forms import closed_form, fold

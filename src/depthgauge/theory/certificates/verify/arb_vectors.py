@@ -10,7 +10,7 @@ import numpy as np
 from flint import arb, arb_mat
 
 from depthgauge.base.errors import VerificationError
-from depthgauge.theory.linalg.signs import SignBound
+from depthgauge.theory.linalg.enclosures import SignBound
 
 Vector = list[arb]
 ENUMERATED = 10

@@ -31,7 +31,7 @@ from depthgauge.theory.certificates.verify.box import rho
 from depthgauge.theory.certificates.verify.expansion import negated, scores, zeros
 from depthgauge.theory.certificates.verify.lead import Lead, Terms
 from depthgauge.theory.certificates.verify.tokens import PairLead, PointRanges
-from depthgauge.theory.linalg.signs import SignBound
+from depthgauge.theory.linalg.enclosures import SignBound
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 
 

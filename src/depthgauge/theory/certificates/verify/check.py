@@ -29,7 +29,7 @@ from depthgauge.theory.certificates.verify.expansion import ArbExpansion, check_
 from depthgauge.theory.certificates.verify.lead import Lead
 from depthgauge.theory.certificates.verify.parallel_blocks import ArbParallel
 from depthgauge.theory.certificates.verify.tokens import token_bound
-from depthgauge.theory.surrogates.matching import match_heads
+from depthgauge.theory.surrogates.expansion import match_heads
 
 
 def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:

@@ -17,7 +17,7 @@ from depthgauge.theory.certificates.verify.arb_vectors import (
     times,
 )
 from depthgauge.theory.certificates.verify.expansion import same_head, scores, zeros
-from depthgauge.theory.linalg.signs import SignBound
+from depthgauge.theory.linalg.enclosures import SignBound
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 
 STEEPEST = {"relu": "1", "gelu": "1.1290"}

@@ -15,8 +15,8 @@ from depthgauge.theory.certificates.verify.arb_vectors import (
 from depthgauge.theory.certificates.verify.box import BoxLayers, gap, rho
 from depthgauge.theory.certificates.verify.expansion import negated, zeros
 from depthgauge.theory.certificates.verify.lead import Lead, Terms
-from depthgauge.theory.linalg.signs import SignBound
-from depthgauge.theory.surrogates.matching import LayerMatch
+from depthgauge.theory.linalg.enclosures import SignBound
+from depthgauge.theory.surrogates.expansion import LayerMatch
 
 Head = tuple[int, int]
 

@@ -11,7 +11,7 @@ from depthgauge.theory.certificates.arb_values import to_arb
 from depthgauge.theory.certificates.verify.arb_vectors import Vector, absolute, identity
 from depthgauge.theory.certificates.verify.lead import Terms
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
-from depthgauge.theory.surrogates.matching import LayerMatch
+from depthgauge.theory.surrogates.expansion import LayerMatch
 
 
 class ArbExpansion:

@@ -1,19 +1,78 @@
-"""Measures of attention heads: the distance from uniform attention, the contraction of the tokens, the weights.
+"""The measured quantities: the size of the residual of a state, and measures of attention heads.
 
-Scores are computed in blocks of rows, so no n×n matrix is stored.
+The residual is the distance of a state from equal tokens, in three norms and about two centers. A head has a distance
+from uniform attention, a contraction of the tokens, and the sizes of its weights. Scores are computed in blocks of
+rows, so no n×n matrix is stored.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
-from depthgauge.theory.linalg.norms import column_norm, composite_norm, entry_sum_norm, max_norm, residual
-from depthgauge.theory.linalg.softmax import contraction_bound, softm, total_variation
-from depthgauge.theory.network.layer import Layer
-from depthgauge.theory.network.trace import LayerTrace
+from depthgauge.results.network_subject import Residual, ResidualNorms, ResidualSize
+from depthgauge.results.record import finite
+from depthgauge.theory.linalg.norms import (
+    CENTERS,
+    Center,
+    column_norm,
+    composite_norm,
+    contraction_bound,
+    entry_sum_norm,
+    frobenius_norm,
+    max_norm,
+    residual,
+    softm,
+    total_variation,
+)
+from depthgauge.theory.network.network import Layer, LayerTrace
+
+NORMS: Mapping[str, Callable[[Tensor], Tensor]]
+NORMS = {"max": max_norm, "frobenius": frobenius_norm, "composite": composite_norm}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SampleResiduals(ArrayRecord):
+    """The residual of a state in one norm, per sample: ‖Res(X)‖, and ‖Res(X)‖/‖X‖, which is NaN if X = 0."""
+
+    value: Float[Tensor, " samples"]
+    ratio: Float[Tensor, " samples"]
+
+
+Residuals = Mapping[str, Mapping[str, SampleResiduals]]
+"""Center → norm → residual per sample."""
+
+
+def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) -> SampleResiduals:
+    """Return ‖Res(X)‖ and ‖Res(X)‖/‖X‖ in one norm.
+
+    A ratio of 0 means that all tokens are equal. A ratio near 1 means that the tokens have almost no common part. The
+    ratio is at most 1 if the center minimises the norm of the residual (`max` with `midrange`, `frobenius` with
+    `mean`). With other combinations it can be slightly larger than 1.
+    """
+    measure = NORMS[norm]
+    value = measure(residual(X, center))
+    return SampleResiduals(value, value / measure(X))
+
+
+def residual_sizes(X: Float[Tensor, "samples n d"]) -> Residuals:
+    """Return the residual sizes for all centers and norms."""
+    return {center: {norm: residual_size(X, norm, center) for norm in NORMS} for center in CENTERS}
+
+
+def residual_record(state: Residuals) -> Residual:
+    """Return the record of one state: mean and spread over the samples."""
+
+    def size(of: SampleResiduals) -> ResidualSize:
+        spread = of.ratio.std(correction=0)
+        return ResidualSize(value=finite(of.value.mean()), ratio=finite(of.ratio.mean()), ratio_std=finite(spread))
+
+    sizes: Any = {center: {norm: size(of) for norm, of in norms.items()} for center, norms in state.items()}
+    return Residual(**{center: ResidualNorms(**norms) for center, norms in sizes.items()})
 
 
 @dataclass(frozen=True, eq=False, repr=False)

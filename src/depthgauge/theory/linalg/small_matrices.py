@@ -1,10 +1,15 @@
-"""Adam (Kingma and Ba, 2015), the one optimiser of the project, for tensors whose gradients are given.
+"""Fast work with small matrices: the one optimiser of the project, and the number of threads.
 
-`torch.optim.Adam` computes the same steps. It is not used because its constructor imports `torch._dynamo`, which takes
-several seconds in a fresh process, longer than most certificates.
+`torch.optim.Adam` computes the same steps as `Adam`. It is not used because its constructor imports `torch._dynamo`,
+which takes several seconds in a fresh process, longer than most certificates.
+
+Certificates, attacks and claims consist of many products of small matrices. Splitting such a product over threads costs
+more than the product, and on a loaded machine the threads wait for each other: a certificate of a network of width 16
+took over 110 seconds with the default threads and 5 seconds with one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,3 +49,21 @@ class Adam:
             size = (self._second[i] / (1 - two**self.steps)).sqrt() + self.epsilon
             moved.append(x - rate * mean / size)
         return moved
+
+
+SMALL = 128
+"""Matrices up to this width are computed by one thread."""
+
+
+@contextmanager
+def threads_for(width: int) -> Iterator[None]:
+    """Run the block with one torch thread if its matrices have at most `SMALL` columns, then restore the number."""
+    before = torch.get_num_threads()
+    if width > SMALL or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
