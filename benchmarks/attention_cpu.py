@@ -79,7 +79,7 @@ def picture(target: Path, n: int, repetitions: int) -> None:
     """Measure and draw the speed-up over exact attention and the degree against B, for three tolerances."""
     import matplotlib.pyplot as plt
 
-    from depthgauge.papers.figures.style import MARKERS, ORDERED, figure_style
+    from depthgauge.papers.reproduce.style import MARKERS, ORDERED, figure_style
 
     bounds = [2.0 ** (i / 2) for i in range(-16, 3)]
     exact = seconds(lambda: F.scaled_dot_product_attention(*draw(n, 0.1)), repetitions)

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from depthgauge.papers.figures.style import BLUE, DASHED, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
+from depthgauge.papers.reproduce.style import BLUE, DASHED, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 
 HEALED = "depthgauge, healed"

@@ -23,10 +23,9 @@ import torch
 from depthgauge.base.io import write_text
 from depthgauge.papers.reproduce.draw import reproduce
 from depthgauge.papers.separation import decisions
-from depthgauge.papers.separation.decisions import tables
-from depthgauge.papers.separation.montecarlo import estimate
+from depthgauge.papers.separation.decisions import draw_attention, tables
 from depthgauge.papers.separation.panels import SHEETS
-from depthgauge.papers.separation.sampling import draw_attention
+from depthgauge.papers.separation.probability import estimate
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge.base.io import write_text
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import SEED, Cell, Grid, Task
 from depthgauge.sweeps.run import Local, run_grid
 from depthgauge.sweeps.store import read_status

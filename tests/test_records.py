@@ -11,7 +11,7 @@ from dense_separation import inputs
 
 from depthgauge import random_network
 from depthgauge.base.array_record import ArrayRecord
-from depthgauge.papers.separation.sampling import draw_attention, draw_regression
+from depthgauge.papers.separation.decisions import draw_attention, draw_regression
 from depthgauge.papers.separation.settings import CrossAttention, Regression
 from depthgauge.theory.linalg.enclosures import Enclosure, sign_norm_up
 

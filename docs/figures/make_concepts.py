@@ -20,8 +20,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.papers.figures.style import BLUE, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
-from depthgauge.papers.sweep_tasks.rank_collapse import SplitState, split_states
+from depthgauge.papers.reproduce.style import BLUE, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
+from depthgauge.papers.sweep_tasks import SplitState, split_states
 
 HERE = Path(__file__).parent
 WIDTH = 6.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from depthgauge.papers.figures.style import BLUE, FAINT, INK, VERMILION, figure_style
+from depthgauge.papers.reproduce.style import BLUE, FAINT, INK, VERMILION, figure_style
 
 HERE = Path(__file__).parent
 DATA = HERE / "smollm2.json"

@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge.papers.trained_depth.bounded_training import BatchTrainer
-from depthgauge.papers.trained_depth.experiment import (
+from depthgauge.papers.trained_depth.bounded_models import find_task
+from depthgauge.papers.trained_depth.bounded_training import (
     DEFAULTS,
     FULL,
     QUICK,
+    BatchTrainer,
     ExperimentPlan,
     member_seeds,
     options_of,
     shape_of,
 )
-from depthgauge.papers.trained_depth.generated_tasks import find_task
 
 SEED = 0
 
@@ -124,7 +124,7 @@ def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
     """Commit a row for every cell whose models `train` has finished."""
     import joblib
 
-    from depthgauge.papers.sweep_tasks.tasks import TASKS
+    from depthgauge.papers.sweep_tasks import TASKS
     from depthgauge.sweeps.grid import CellOutcome, Grid
     from depthgauge.sweeps.store import Store, run_lock
 
@@ -149,7 +149,7 @@ def examined(folder: Path, seeds: int, parameters: Mapping[str, Any]) -> tuple[d
     """Return the result of a cell from the weights in `folder`, or None if its batch is not finished."""
     import torch
 
-    from depthgauge.papers.sweep_tasks.tasks import records_of
+    from depthgauge.papers.sweep_tasks import records_of
 
     torch.set_num_threads(1)
     begun = time.perf_counter()

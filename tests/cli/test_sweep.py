@@ -10,7 +10,7 @@ import pytest
 from sweeping import rows_sha256, write_grid
 
 from depthgauge.cli.main import main
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 
 Run = Callable[..., tuple[int, str, str]]
 

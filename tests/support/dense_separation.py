@@ -14,19 +14,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
-from depthgauge.papers.separation.sampling import AttentionDraws, RegressionDraws, unpack
-from depthgauge.papers.separation.score_maps import LIN, ScoreMap
+from depthgauge.papers.separation.decisions import AttentionDraws, RegressionDraws, sign_of_sum, unpack
 from depthgauge.papers.separation.settings import (
+    LIN,
     AttentionSetting,
     CrossAttention,
     Dataset,
     Regression,
+    ScoreMap,
     SelfAttention,
     decimal,
     special,
     strong,
 )
-from depthgauge.papers.separation.settle import sign_of_sum
 
 _ULP = 2.0**-53
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import read_grid
 from depthgauge.sweeps.run import Local, run_grid
 from depthgauge.sweeps.store import Store

@@ -11,7 +11,7 @@ import pytest
 from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.base.errors import InputError, InterruptedRunError
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps import run
 from depthgauge.sweeps.grid import SEED, Grid, Task, read_grid
 from depthgauge.sweeps.run import Dask, EngineError, run_grid

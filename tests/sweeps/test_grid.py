@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import MOST_CELLS, Cell, Grid, canonical_json, parse_grid, read_grid
 
 PLAIN: dict[str, Any] = {

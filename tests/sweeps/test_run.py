@@ -11,7 +11,7 @@ from joblib.externals.loky import reusable_executor
 from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.base.errors import InputError, InterruptedRunError
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps import run
 from depthgauge.sweeps.grid import SEED, Cell, CellOutcome, Grid, Parameter, Task, count, read_grid
 from depthgauge.sweeps.run import Dask, EngineError, Local, choose_engine, run_grid

@@ -14,7 +14,7 @@ import pytest
 from sweeping import rows_done, rows_sha256, sweep, undisturbed, wait_until, write_grid
 
 from depthgauge.cli.main import main
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import read_grid
 from depthgauge.sweeps.run import Local, run_grid
 from depthgauge.sweeps.store import Store

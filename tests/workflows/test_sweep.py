@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from depthgauge.base.errors import InterruptedRunError, MissingPackageError
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import SEED, Cell, Grid, Parameter, Task, count
 from depthgauge.sweeps.store import Count
 from depthgauge.workflows.sweep import sweep, sweep_status

@@ -60,8 +60,7 @@ def command(
     from depthgauge.base.errors import unknown_name
     from depthgauge.base.io import check_outputs, write_text
     from depthgauge.papers.ledger.finding import VERDICTS, Findings
-    from depthgauge.papers.ledger.registry import run, select
-    from depthgauge.papers.ledger.story import page
+    from depthgauge.papers.ledger.registry import page, run, select
 
     if verdict is not None and verdict not in VERDICTS:
         raise unknown_name("verdict", verdict, VERDICTS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from depthgauge.base.errors import InputError, InterruptedRunError, require_path
 from depthgauge.base.progress import Step, silent
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import Grid, parse_grid, read_grid
 from depthgauge.sweeps.run import choose_engine, run_grid
 from depthgauge.sweeps.store import SweepResult, SweepStatus, read_rows, read_status

@@ -11,8 +11,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from depthgauge.base.errors import OutputError
-from depthgauge.papers.figures.style import BLUE, ORDERED, VERMILION, save
 from depthgauge.papers.reproduce.separation_figures import PanelDrawing, Row, draw_sheet
+from depthgauge.papers.reproduce.style import BLUE, ORDERED, VERMILION, save
 
 
 def curve(*columns: list[float | None]) -> list[Row]:

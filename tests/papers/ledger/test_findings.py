@@ -12,8 +12,7 @@ import pytest
 import depthgauge as dg
 from depthgauge.base.errors import MissingPackageError
 from depthgauge.papers.ledger.finding import Finding, Findings, Witness
-from depthgauge.papers.ledger.registry import run, select
-from depthgauge.papers.ledger.story import MEANING, STUDY_MEANING, page
+from depthgauge.papers.ledger.registry import MEANING, STUDY_MEANING, page, run, select
 
 COLUMNS = ["id", "paper", "statement", "verdict", "ratio", "witness", "corrected"]
 

@@ -16,8 +16,7 @@ from depthgauge.papers.ledger import corrected, layer_collapse, softmax_linear
 from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import ratio_text
 from depthgauge.papers.ledger.registry import registry, run, select
-from depthgauge.papers.ledger.search import judge
-from depthgauge.papers.ledger.witness import refute
+from depthgauge.papers.ledger.search import judge, refute
 
 
 def numbers(paper, section, first, last):

@@ -9,13 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_claims import planted
 
-from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
-from depthgauge.papers.ledger.claim import Inequality, Misprint
-from depthgauge.papers.ledger.formulas import attention, residual, softm
-from depthgauge.papers.ledger.instances import drawing, sizes
+from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, attention, precise, residual, softm, to_exact, to_float
+from depthgauge.papers.ledger.claim import Inequality, Misprint, drawing, sizes
 from depthgauge.papers.ledger.registry import registry
-from depthgauge.papers.ledger.search import judge, ratio, search
-from depthgauge.papers.ledger.witness import cost, refute, show, simplest, violated
+from depthgauge.papers.ledger.search import cost, judge, ratio, refute, search, show, simplest, violated
 
 SHARP = [claim.id for claim in registry().values() if claim.sharp]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from depthgauge.papers.reproduce.draw import find_study, reproduce
-from depthgauge.papers.reproduce.fast_figure import FastOrDeepStudy
 from depthgauge.papers.reproduce.study import Computing
+from depthgauge.papers.reproduce.surrogate_figures import FastOrDeepStudy
 from depthgauge.sweeps.run import Local
 
 

@@ -17,10 +17,10 @@ from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, w
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_depth, switched
 from depthgauge.checkpoints.windows import drawn_windows
-from depthgauge.papers.reproduce import catalog, rank_figure
+from depthgauge.papers.reproduce import catalog, collapse_figures
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
+from depthgauge.papers.reproduce.collapse_figures import RankStudy, depth_curves
 from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
-from depthgauge.papers.reproduce.rank_figure import RankStudy, depth_curves
 from depthgauge.papers.reproduce.study import Computing
 from depthgauge.theory.measures.quantities import residual_size
 
@@ -130,7 +130,7 @@ def test_the_files(small: Path, tmp_path: Path) -> None:
 
 
 def test_reproduce_by_id(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_figure, "installed_checkpoint", lambda: small)
+    monkeypatch.setattr(collapse_figures, "installed_checkpoint", lambda: small)
     monkeypatch.setattr(catalog, "find_spec", lambda name: object())
     (done,) = reproduce_all(["D2"], tmp_path / "out", 2)
     assert (done.figure, done.points, len(done.files)) == ("D2", 32, 5)

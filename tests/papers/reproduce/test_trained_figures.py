@@ -18,8 +18,8 @@ from depthgauge.papers.reproduce import trained_figures
 from depthgauge.papers.reproduce.draw import find_study, reproduce
 from depthgauge.papers.reproduce.study import Computing
 from depthgauge.papers.reproduce.trained_figures import DepthPays, TrainedStudy
-from depthgauge.papers.trained_depth import experiment
-from depthgauge.papers.trained_depth.experiment import FULL, QUICK, member_seeds
+from depthgauge.papers.trained_depth import bounded_training
+from depthgauge.papers.trained_depth.bounded_training import FULL, QUICK, member_seeds
 from depthgauge.sweeps.run import Local
 from depthgauge.sweeps.store import export_rows, read_rows
 
@@ -40,7 +40,7 @@ SCRIPT = Path(__file__).parents[3] / "docs" / "figures" / "make_trained_depth.py
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_figures, "QUICK", TINY)
-    monkeypatch.setattr(experiment, "QUICK", TINY)
+    monkeypatch.setattr(bounded_training, "QUICK", TINY)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def script() -> ModuleType:
 def test_the_batch_run_gives_the_rows_of_the_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "QUICK", SINGLE)
+    monkeypatch.setattr(bounded_training, "QUICK", SINGLE)
     monkeypatch.setattr(trained_figures, "QUICK", SINGLE)
     made = script()
     made.train(SINGLE, tmp_path / "runs", "cpu", 0.0)
@@ -195,7 +195,7 @@ import sys
 for name in ("flint", "matplotlib", "typer", "rich", "joblib", "safetensors", "transformers", "scipy"):
     sys.modules[name] = None
 sys.argv = ["make", "train", {str(tmp_path / "runs")!r}, "--quick"]
-import depthgauge.papers.trained_depth.experiment as experiment
+import depthgauge.papers.trained_depth.bounded_training as experiment
 from dataclasses import replace
 shape = {{"heads": 1, "dim": 3, "steps": 2, "batch": 4, "rate": 0.05, "test": 20}}
 experiment.QUICK = replace(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "docs" / "figures").glob("trained-depth*.csv.gz"))

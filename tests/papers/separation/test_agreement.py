@@ -12,12 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation import decisions, regression
-from depthgauge.papers.separation.decisions import decision_table
-from depthgauge.papers.separation.rows import rows
-from depthgauge.papers.separation.sampling import AttentionDraws, draw_attention, draw_regression, unpack
-from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
-from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, Regression, SelfAttention, strong
+from depthgauge.papers.separation import decisions
+from depthgauge.papers.separation.decisions import (
+    AttentionDraws,
+    decision_table,
+    draw_attention,
+    draw_regression,
+    rows,
+    unpack,
+)
+from depthgauge.papers.separation.settings import (
+    EXP,
+    LIN,
+    AttentionSetting,
+    CrossAttention,
+    Regression,
+    ScoreMap,
+    SelfAttention,
+    strong,
+)
 
 KINDS = ("exp", "exp", "lin", "poly:1", "poly:2", "poly:6")
 # Values that make exact ties likely: zero, multiples of 0.1, and equal values.
@@ -80,7 +93,9 @@ def test_batched_regression_is_naive(n: int, m: int, attention: str) -> None:
     setting = Regression(n, m, attention)
     draws = draw_regression(setting, seed=2, first=0, models=150)
     np.testing.assert_array_equal(
-        regression.conditions(setting, draws), naive.regression_conditions(setting, draws), err_msg=repr(setting)
+        decisions.regression_conditions(setting, draws),
+        naive.regression_conditions(setting, draws),
+        err_msg=repr(setting),
     )
 
 
@@ -88,12 +103,12 @@ def test_a_regression_decision_within_single_precision_is_settled(monkeypatch: p
     """With a very large rounding bound, all decisions are made exactly. The results must not change."""
     setting = Regression(40, 4)
     draws = draw_regression(setting, seed=0, first=0, models=30)
-    expected = regression.conditions(setting, draws)
+    expected = decisions.regression_conditions(setting, draws)
     calls = []
-    sign_of_sum = regression.sign_of_sum
-    monkeypatch.setattr(regression, "_rounding", lambda *_: 10.0)
-    monkeypatch.setattr(regression, "sign_of_sum", lambda *given: calls.append(1) or sign_of_sum(*given))
-    np.testing.assert_array_equal(regression.conditions(setting, draws), expected)
+    sign_of_sum = decisions.sign_of_sum
+    monkeypatch.setattr(decisions, "_rounding", lambda *_: 10.0)
+    monkeypatch.setattr(decisions, "sign_of_sum", lambda *given: calls.append(1) or sign_of_sum(*given))
+    np.testing.assert_array_equal(decisions.regression_conditions(setting, draws), expected)
     assert len(calls) == 30 * 4 * 4
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.papers.separation.exact import exact
-from depthgauge.papers.separation.sampling import AttentionDraws
+from depthgauge.papers.separation.decisions import AttentionDraws
+from depthgauge.papers.separation.probability import exact
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation.montecarlo import Estimate, wilson
+from depthgauge.papers.separation.probability import Estimate, wilson
 
 Z = NormalDist().inv_cdf(0.975)
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation import montecarlo
-from depthgauge.papers.separation.exact import exact
-from depthgauge.papers.separation.montecarlo import conditions, estimate, wilson
-from depthgauge.papers.separation.sampling import draw_attention, draw_regression, stream_key, unpack
+from depthgauge.papers.separation import probability
+from depthgauge.papers.separation.decisions import draw_attention, draw_regression, stream_key, unpack
+from depthgauge.papers.separation.probability import conditions, estimate, exact, wilson
 from depthgauge.papers.separation.settings import CrossAttention, Regression, SelfAttention, Setting, build_setting
 
 SETTINGS: list[Setting] = [
@@ -34,7 +33,7 @@ def test_results_do_not_depend_on_how_the_work_is_divided(setting: Setting, monk
     assert sum(half.successes for half in halves) == expected.successes
     counts = zip(*(half.conditions for half in halves), strict=True)
     assert tuple(map(sum, counts)) == expected.conditions
-    monkeypatch.setattr(montecarlo, "_ENTRIES_AT_ONCE", 5000)
+    monkeypatch.setattr(probability, "_ENTRIES_AT_ONCE", 5000)
     assert estimate(setting, 60, seed=7) == expected
 
 
@@ -110,7 +109,7 @@ def test_a_million_tokens() -> None:
 
 
 def test_progress_reaches_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(montecarlo, "_ENTRIES_AT_ONCE", 2000)
+    monkeypatch.setattr(probability, "_ENTRIES_AT_ONCE", 2000)
     seen: list[tuple[int, int]] = []
     estimate(build_setting("cross"), 50, step=lambda done, total, label: seen.append((done, total)))
     assert len(seen) > 2

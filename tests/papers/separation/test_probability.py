@@ -6,9 +6,7 @@ import pickle
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation.exact import exact
-from depthgauge.papers.separation.montecarlo import estimate
-from depthgauge.papers.separation.probability import separate, separate_setting
+from depthgauge.papers.separation.probability import estimate, exact, separate, separate_setting
 from depthgauge.papers.separation.settings import CrossAttention, Regression
 
 

@@ -6,13 +6,13 @@ from fractions import Fraction
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation.score_maps import parse_attention
 from depthgauge.papers.separation.settings import (
     CrossAttention,
     Regression,
     SelfAttention,
     build_setting,
     decimal,
+    parse_attention,
 )
 
 GOOD = {"n": 200, "d": 22, "m": 15, "a0": 0.01, "a1": 1.2, "b": 0.2, "c": 0.8}

@@ -8,8 +8,8 @@ from flint import arb, ctx, fmpq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
-from depthgauge.papers.separation.settle import sign_of_sum
+from depthgauge.papers.separation.decisions import sign_of_sum
+from depthgauge.papers.separation.settings import EXP, LIN, ScoreMap
 
 F = Fraction
 TINY = F(1, 10**400)

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from depthgauge.papers.separation.exact import exact
-from depthgauge.papers.separation.montecarlo import estimate
+from depthgauge.papers.separation.probability import estimate, exact
 from depthgauge.papers.separation.settings import CrossAttention
-from depthgauge.papers.sweep_tasks.rank_collapse import SplitState, log_contraction_bounds, split_states, split_step
-from depthgauge.papers.sweep_tasks.tasks import TASKS, plans_of
+from depthgauge.papers.sweep_tasks import TASKS, SplitState, log_contraction_bounds, plans_of, split_states, split_step
 from depthgauge.sweeps.grid import Cell, Grid
 from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.depth.effective import effective_depth

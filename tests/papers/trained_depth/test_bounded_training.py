@@ -13,9 +13,11 @@ from depthgauge.base.errors import InputError
 from depthgauge.papers.trained_depth.bounded_models import (
     ModelShape,
     bounds_of,
+    find_task,
     initial_weights,
     logits,
     project,
+    recall_task,
     take_model,
 )
 from depthgauge.papers.trained_depth.bounded_training import (
@@ -27,7 +29,6 @@ from depthgauge.papers.trained_depth.bounded_training import (
     rate_at,
     train_bounded,
 )
-from depthgauge.papers.trained_depth.generated_tasks import find_task, recall_task
 
 TASK = recall_task(pairs=2, keys=3, values=3)
 QUICK = TrainingOptions(steps=12, batch=8, test=40, dtype="float64", rate=0.05)

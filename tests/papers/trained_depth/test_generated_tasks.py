@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.trained_depth.generated_tasks import (
+from depthgauge.papers.trained_depth.bounded_models import (
     GENERATED,
     bit_task,
     find_task,

@@ -6,20 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from depthgauge.papers.trained_depth.bounded_models import BoundedModel
+from depthgauge.papers.trained_depth.bounded_models import BoundedModel, recall_task
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, TrainingOptions, held_out, train_bounded
-from depthgauge.papers.trained_depth.generated_tasks import recall_task
 from depthgauge.papers.trained_depth.output_bound import (
     OutputBound,
     attack_margin,
     box_output_bound,
+    examine,
     largest_input,
     margins,
     output_bound,
     permitted_change,
     readout_changes,
 )
-from depthgauge.papers.trained_depth.trained_records import examine
 from depthgauge.theory.surrogates.closed_forms import closed_form
 
 TASK = recall_task(pairs=2, keys=3, values=3)

@@ -89,7 +89,8 @@ FIGURES: dict[str, Figure] = {
             "collapse_figures:WhatCollapses",
         ),
         Figure(
-            "A5", "Cost of attention and effective depth against the weight size η.", "fast_figure:FastOrDeepStudy"
+            "A5", "Cost of attention and effective depth against the weight size η.",
+            "surrogate_figures:FastOrDeepStudy",
         ),
         Figure(
             "A6", "Error of one causal layer against the weight size η, between lower bound and certificate.",
@@ -108,7 +109,7 @@ FIGURES: dict[str, Figure] = {
         ),
         Figure(
             "D2", "Residual ratio of MiniLM by layer with parts switched off, as in Figure 2 of Dong et al. (2021).",
-            "rank_figure:RankStudy", needs=(TRANSFORMERS, MINILM),
+            "collapse_figures:RankStudy", needs=(TRANSFORMERS, MINILM),
         ),
         Figure(
             "T1", "Accuracy of trained models against the weight bound η, for 1 to 8 layers.",

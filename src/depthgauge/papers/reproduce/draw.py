@@ -99,7 +99,7 @@ def _settings_text(study: Study) -> str:
 
 def write_figure(study: Study, out: str | Path, where: Computing) -> Reproduction:
     """Compute and draw a study, and write its files: drawing (.png, .svg), rows, settings and caption."""
-    from depthgauge.papers.figures.style import save
+    from depthgauge.papers.reproduce.style import save
 
     results = study.compute(where)
     stem = Path(out) / study.id

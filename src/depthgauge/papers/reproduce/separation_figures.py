@@ -10,12 +10,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
 
-from depthgauge.papers.figures.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
 from depthgauge.papers.reproduce.study import CellStudy, Results
-from depthgauge.papers.separation.montecarlo import Estimate
+from depthgauge.papers.reproduce.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
 from depthgauge.papers.separation.panels import Panel, Sheet, sheet
+from depthgauge.papers.separation.probability import Estimate
 from depthgauge.papers.separation.settings import Setting
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import Cell, make_cell
 
 CONDITIONS = ("strong_d1_positive", "lin_d1_zero", "strong_d0_zero", "lin_d0_zero")

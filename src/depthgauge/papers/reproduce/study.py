@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from depthgauge.base.errors import DepthgaugeError
 from depthgauge.base.progress import Step, silent
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import Cell, Grid
 from depthgauge.sweeps.run import Engine, run_cells
 from depthgauge.sweeps.store import Store, adopt_rows

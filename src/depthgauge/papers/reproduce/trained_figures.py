@@ -12,10 +12,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
 
-from depthgauge.papers.figures import style
+from depthgauge.papers.reproduce import style
 from depthgauge.papers.reproduce.study import GridStudy, Results
-from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, ExperimentPlan, Lists
-from depthgauge.papers.trained_depth.trained_records import WITHIN, TrainedRecord
+from depthgauge.papers.trained_depth.bounded_training import FULL, QUICK, UNBOUNDED, ExperimentPlan, Lists
+from depthgauge.papers.trained_depth.output_bound import WITHIN, TrainedRecord
 from depthgauge.sweeps.grid import Grid
 
 PER_MODEL = tuple(field.name for field in fields(TrainedRecord))

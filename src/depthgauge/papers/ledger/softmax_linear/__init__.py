@@ -3,9 +3,10 @@
 import re
 
 from depthgauge.papers.ledger.claim import Claim
-from depthgauge.papers.ledger.softmax_linear import basics, cross_attention, identity, self_attention
-from depthgauge.papers.ledger.softmax_linear import random_signs as signs
-from depthgauge.papers.ledger.softmax_linear import softmax_regression as regression
+from depthgauge.papers.ledger.softmax_linear.basics import DEFINITIONS, REGRESSION
+from depthgauge.papers.ledger.softmax_linear.cross_attention import CLAIMS as CROSS
+from depthgauge.papers.ledger.softmax_linear.random_signs import CLAIMS as SIGNS
+from depthgauge.papers.ledger.softmax_linear.self_attention import ALL_ONES, IDENTITY
 
 
 def _place(claim: Claim) -> tuple[bool, list[tuple[int, str]]]:
@@ -14,5 +15,4 @@ def _place(claim: Claim) -> tuple[bool, list[tuple[int, str]]]:
     return claim.paper != "B", [(int(piece) if piece.isdigit() else 1000, piece) for piece in pieces]
 
 
-_MODULES = (basics, regression, signs, self_attention, identity, cross_attention)
-CLAIMS: tuple[Claim, ...] = tuple(sorted((claim for module in _MODULES for claim in module.CLAIMS), key=_place))
+CLAIMS: tuple[Claim, ...] = tuple(sorted((*DEFINITIONS, *REGRESSION, *SIGNS, *ALL_ONES, *IDENTITY, *CROSS), key=_place))

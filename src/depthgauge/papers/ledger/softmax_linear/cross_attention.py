@@ -3,8 +3,14 @@
 from typing import Any
 
 from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint
-from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, data_set_inequality, sharpened
+from depthgauge.papers.ledger.softmax_linear.parts import (
+    AttentionSetup,
+    DenseAttention,
+    Lemma,
+    LemmaPart,
+    data_set_inequality,
+    sharpened,
+)
 
 SETUPS = {(kind, dataset): AttentionSetup("cross", dataset, kind) for kind in ("exp", "lin") for dataset in (0, 1)}
 HYPOTHESIS = "Definition F.1 (n = (d−1)t ≥ 2, {a}), QKᵀ = I_d, V = I_d"

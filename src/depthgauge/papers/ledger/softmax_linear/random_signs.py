@@ -11,24 +11,21 @@ import numpy as np
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Inequality, Instance, Observed, Size
 from depthgauge.papers.ledger.search import search
-from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention
-from depthgauge.papers.ledger.softmax_linear.identity import CONTRADICTION, IMPOSSIBLE
-from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
-    compare_readings,
-    judge_equality,
-    judge_event,
-    least_width_factor,
-)
-from depthgauge.papers.ledger.softmax_linear.self_attention import SETUPS
-from depthgauge.papers.ledger.softmax_linear.sign_probabilities import (
+from depthgauge.papers.ledger.softmax_linear.parts import DenseAttention
+from depthgauge.papers.ledger.softmax_linear.probabilities import (
     Case,
     NetworkEvent,
     RowChoice,
     RowEvent,
     SuccessEvent,
+    compare_readings,
     cross_case,
+    judge_equality,
+    judge_event,
+    least_width_factor,
     self_case,
 )
+from depthgauge.papers.ledger.softmax_linear.self_attention import CONTRADICTION, IMPOSSIBLE, SETUPS
 from depthgauge.papers.separation.settings import Dataset
 
 _C_UNIT = 0.99498743710662

@@ -1,1 +1,0 @@
-"""Drawings: numbers in, matplotlib figures out. Nothing is computed here."""
