@@ -24,9 +24,8 @@ from depthgauge.base.io import write_text
 from depthgauge.papers.reproduce.draw import reproduce
 from depthgauge.papers.separation import decisions
 from depthgauge.papers.separation.decisions import draw_attention, tables
-from depthgauge.papers.separation.panels import SHEETS
 from depthgauge.papers.separation.probability import estimate
-from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting
+from depthgauge.papers.separation.settings import SHEETS, AttentionSetting, CrossAttention, SelfAttention, build_setting
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 import dense_separation as naive

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from depthgauge.cli.main import main
 from depthgauge.cli.output import print_terms
 from depthgauge.papers.ledger import registry
-from depthgauge.papers.ledger.finding import Findings
+from depthgauge.papers.ledger.claim import Findings
 from depthgauge.papers.ledger.registry import finding, judge, select
 from depthgauge.results.glossary import TERMS
 

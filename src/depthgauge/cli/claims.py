@@ -8,7 +8,7 @@ import typer
 from depthgauge.cli.output import Overwrite, note, print_json, print_terms, progress_bar
 
 if TYPE_CHECKING:
-    from depthgauge.papers.ledger.finding import Findings
+    from depthgauge.papers.ledger.claim import Findings
 
 
 def command(
@@ -59,7 +59,7 @@ def command(
     """
     from depthgauge.base.errors import unknown_name
     from depthgauge.base.io import check_outputs, write_text
-    from depthgauge.papers.ledger.finding import VERDICTS, Findings
+    from depthgauge.papers.ledger.claim import VERDICTS, Findings
     from depthgauge.papers.ledger.registry import page, run, select
 
     if verdict is not None and verdict not in VERDICTS:
@@ -95,7 +95,7 @@ def _print_table(findings: "Findings") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from depthgauge.papers.ledger.finding import ratio_text
+    from depthgauge.papers.ledger.claim import ratio_text
 
     console = Console()
     rows = [(found.id, found.verdict, ratio_text(found.ratio), found.statement, found.reason()) for found in findings]

@@ -11,7 +11,7 @@ import pytest
 
 import depthgauge as dg
 from depthgauge.base.errors import MissingPackageError
-from depthgauge.papers.ledger.finding import Finding, Findings, Witness
+from depthgauge.papers.ledger.claim import Finding, Findings, Witness
 from depthgauge.papers.ledger.registry import MEANING, STUDY_MEANING, page, run, select
 
 COLUMNS = ["id", "paper", "statement", "verdict", "ratio", "witness", "corrected"]

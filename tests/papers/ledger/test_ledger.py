@@ -13,8 +13,7 @@ import pytest
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.papers.ledger import corrected, layer_collapse, softmax_linear
-from depthgauge.papers.ledger.claim import Claim, Computation, Observed
-from depthgauge.papers.ledger.finding import ratio_text
+from depthgauge.papers.ledger.claim import Claim, Computation, Observed, ratio_text
 from depthgauge.papers.ledger.registry import registry, run, select
 from depthgauge.papers.ledger.search import judge, refute
 

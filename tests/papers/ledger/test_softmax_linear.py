@@ -16,10 +16,10 @@ from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact
 from depthgauge.papers.ledger.claim import Computation, Inequality, Misprint, Observed
 from depthgauge.papers.ledger.registry import explain
 from depthgauge.papers.ledger.search import judge, refute, search
-from depthgauge.papers.ledger.softmax_linear import CLAIMS, probabilities
+from depthgauge.papers.ledger.softmax_linear import CLAIMS, random_signs
 from depthgauge.papers.ledger.softmax_linear.basics import largest_squares
 from depthgauge.papers.ledger.softmax_linear.parts import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.probabilities import (
+from depthgauge.papers.ledger.softmax_linear.random_signs import (
     NetworkEvent,
     RowEvent,
     allowed_failure,
@@ -190,7 +190,7 @@ def test_row_probabilities_against_all_sign_vectors(case, classes, dataset, kind
     tau = threshold(setting)
     above = {round(float((c[row] @ signs.T >= tau).mean()), 12) for row in range(setting.n)}
     mine = {
-        round(probabilities.probability_at_least(setting, row, kind, setting.threshold), 12)
+        round(random_signs.probability_at_least(setting, row, kind, setting.threshold), 12)
         for row in rows(setting, dataset)
     }
     assert mine == above
@@ -205,20 +205,20 @@ def test_row_probabilities_against_all_sign_vectors(case, classes, dataset, kind
     reaches = RowEvent(dataset, kind.name, "special", "reaches").failure_probability(setting)
     assert reaches == pytest.approx(1 - special, abs=1e-12)
     positive = float((c @ signs.T > tau).any(axis=0).mean())
-    assert probabilities.positive_probability(setting, dataset, kind) == pytest.approx(positive, abs=1e-12)
+    assert random_signs.positive_probability(setting, dataset, kind) == pytest.approx(positive, abs=1e-12)
 
 
 @pytest.mark.parametrize("guess", [-5.0, 0.0, 3.2, 7.0, 50.0, float("inf")])
 def test_the_least_p_is_found_from_any_guess(guess):
     for top in range(9):
         for least in range(top + 2):
-            assert probabilities._least_count(lambda p, least=least: p >= least, top, guess) == least
+            assert random_signs._least_count(lambda p, least=least: p >= least, top, guess) == least
 
 
 @pytest.mark.parametrize("case", [self_case(), self_case("identity"), cross_case()])
 def test_networks_against_the_exact_probabilities(case):
     setting = case.build(40)
-    expected = exact(replace(setting, m=probabilities.width(setting.n))).parts
+    expected = exact(replace(setting, m=random_signs.width(setting.n))).parts
     events = [
         NetworkEvent(1, "exp", True),
         NetworkEvent(1, "lin", False),

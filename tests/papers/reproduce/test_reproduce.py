@@ -13,9 +13,8 @@ from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, FIGURES
 from depthgauge.papers.reproduce.draw import find_study
 from depthgauge.papers.reproduce.separation_figures import CONDITIONS
 from depthgauge.papers.reproduce.study import Study
-from depthgauge.papers.separation.panels import SHEETS
 from depthgauge.papers.separation.probability import estimate, separate_setting
-from depthgauge.papers.separation.settings import Regression, build_setting
+from depthgauge.papers.separation.settings import SHEETS, Regression, build_setting
 from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import Cell, Task
 from depthgauge.sweeps.run import Local

@@ -3,8 +3,7 @@
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.papers.separation.panels import PANELS, SHEETS, grid, sheet
-from depthgauge.papers.separation.settings import CrossAttention, Regression, SelfAttention
+from depthgauge.papers.separation.settings import PANELS, SHEETS, CrossAttention, Regression, SelfAttention, grid, sheet
 
 VARIABLES = {
     **dict(zip(("B3a", "B3b"), "nm", strict=True)),

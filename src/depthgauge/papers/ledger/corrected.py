@@ -31,11 +31,11 @@ from depthgauge.papers.ledger.claim import (
     Observed,
     Size,
     Starts,
+    Verdict,
     matrix,
     searched,
     sizes,
 )
-from depthgauge.papers.ledger.finding import Verdict
 from depthgauge.papers.ledger.layer_collapse import balance, opposite_tokens
 from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.linalg.enclosures import scaled_spectral, sign_norm_up, sign_vectors

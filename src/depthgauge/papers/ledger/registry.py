@@ -11,9 +11,20 @@ from types import MappingProxyType, NoneType
 from depthgauge.base.errors import InputError, require_positive, require_type, unknown_name
 from depthgauge.base.format import number
 from depthgauge.base.progress import Step, silent
-from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Misprint, Observed
+from depthgauge.papers.ledger.claim import (
+    PAPER_A,
+    PAPER_B,
+    Claim,
+    Computation,
+    Finding,
+    Findings,
+    Inequality,
+    Misprint,
+    Observed,
+    Verdict,
+    Witness,
+)
 from depthgauge.papers.ledger.corrected import CLAIMS as CORRECTED
-from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness
 from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
 from depthgauge.papers.ledger.search import judge
 from depthgauge.papers.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR

@@ -19,8 +19,17 @@ from numpy.random import default_rng
 
 from depthgauge.base.format import number
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, Value, fill, precise, to_exact, to_float, to_floats
-from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Misprint, Observed, Relation, Size
-from depthgauge.papers.ledger.finding import Witness, plain
+from depthgauge.papers.ledger.claim import (
+    Claim,
+    Inequality,
+    Instance,
+    Misprint,
+    Observed,
+    Relation,
+    Size,
+    Witness,
+    plain,
+)
 
 # --- From a violation found in floats to a witness with simple entries ------------------------------------------------
 

@@ -12,9 +12,8 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
 
 from depthgauge.papers.reproduce.study import CellStudy, Results
 from depthgauge.papers.reproduce.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
-from depthgauge.papers.separation.panels import Panel, Sheet, sheet
 from depthgauge.papers.separation.probability import Estimate
-from depthgauge.papers.separation.settings import Setting
+from depthgauge.papers.separation.settings import Panel, Setting, Sheet, sheet
 from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import Cell, make_cell
 
