@@ -28,7 +28,6 @@ from shrink_documents import (
 )
 
 from depthgauge.base.errors import InputError, InterruptedRunError
-from depthgauge.base.ranks import ALONE
 from depthgauge.cli.main import main
 from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
 from depthgauge.report.write import write_report
@@ -152,7 +151,6 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
         recover="2M", general="web.txt", seed=4, no_repair=True, bos="no", device_map="auto", allow_pickle=True,
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
-    assert given.pop("ranks") == ALONE
     assert given == {"plan": None, "out": Path("smaller"), "report": None, "resume": True, "overwrite": True}
 
 

@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
         return forward(self, index, part)
 
     Pair.forward = watched  # type: ignore[method-assign]
-    saved = None if launch.ranks.index else folder  # only process 0 has a journal
+    saved = None if launch.index else folder  # only process 0 has a journal
     with suppress(KeyboardInterrupt):
         train(pair_of("llama"), training, saved)
     pair = pair_of("llama")
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
         "curve": [(point.tokens, point.select, point.apart) for point in made.curve], "train": made.curve[-1].train,
         "student": [*pair.student.parameters()], "teacher": [*pair.teacher.parameters()], "shares": shares,
     }  # fmt: skip
-    torch.save(found, folder / f"{launch.ranks.index}.pt")
+    torch.save(found, folder / f"{launch.index}.pt")
     launch.end(0)
 
 

@@ -119,12 +119,12 @@ def test_recordings_are_repeated_as_a_whole(clock: Clock) -> None:
 def test_what_disturbs_the_times_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (2.0, 9.0, 9.0))
-    quiet = speed_record("3 tokens", SETTLED, None, "on cpu", 1)
+    quiet = speed_record("3 tokens", SETTLED, None, "on cpu")
     assert quiet.what == "prefill of 3 tokens in 8 pairs of runs, on cpu"
     assert (quiet.prefill, quiet.prefill_low, quiet.prefill_after, quiet.decode) == (1.1, 1.08, 0.02, None)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (4.25, 0.0, 0.0))
-    assert speed_record("3 tokens", SETTLED, None, "on cpu", 4).what == (
-        f"{quiet.what}, in one of 4 processes of the run, with a load average of 4.25 on 2 cores"
+    assert speed_record("3 tokens", SETTLED, None, "on cpu").what == (
+        f"{quiet.what}, with a load average of 4.25 on 2 cores"
     )
 
 
@@ -159,11 +159,11 @@ def test_two_files_in_a_new_process(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     for name, layers in (("a.gguf", 3), ("b.gguf", 2)):
         write_gguf(tmp_path / name, add_bos=True, layers=layers)
-    speed = llama_speed(tmp_path / "a.gguf", tmp_path / "b.gguf", tokens(24, batch=1)[0], 1)
+    speed = llama_speed(tmp_path / "a.gguf", tmp_path / "b.gguf", tokens(24, batch=1)[0])
     assert speed.what.startswith("prefill of ")
     assert "decode of one token at a time in " in speed.what
     assert "in llama.cpp with 1 thread" in speed.what
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
-    broken = llama_speed(tmp_path / "a.gguf", tmp_path / "b.gguf", tokens(24, batch=1)[0], 1)
+    broken = llama_speed(tmp_path / "a.gguf", tmp_path / "b.gguf", tokens(24, batch=1)[0])
     assert (broken.prefill, broken.decode) == (None, None)
     assert broken.what.startswith("not measured: llama.cpp cannot run both files at once: ")

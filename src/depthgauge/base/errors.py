@@ -60,6 +60,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 
+class EndedRunError(DepthgaugeError):
+    """A process of the run has ended, so that the others cannot go on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another process of this run has ended, or the run was stopped; what was finished is kept next to --out: "
+            "add --resume to the same command to continue"
+        )
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs the packages of an extra. It works however depthgauge itself was installed."""
     from importlib.metadata import PackageNotFoundError, requires  # slow to import, and rarely needed

@@ -20,7 +20,6 @@ from depthgauge.base.errors import InputError, InterruptedRunError, OutputError,
 from depthgauge.base.io import is_special, write_text
 from depthgauge.base.lock import file_lock, is_lock
 from depthgauge.base.progress import no_message
-from depthgauge.base.ranks import ALONE, Ranks
 
 SCHEMA = "depthgauge.partial/2"
 RECORD = "depthgauge.json"
@@ -54,8 +53,6 @@ class Journal:
     `resume` continues an interrupted run if there is one; `message` is called with a sentence if there is none.
     `overwrite` starts again where an interrupted run has left its journal. An InputError says that another process
     writes the same output, that an interrupted run would be lost, or that the folder has files of somebody else.
-
-    Of several processes, `ranks`, process 0 keeps the journal, and the others get what it holds.
     """
 
     def __init__(
@@ -65,13 +62,9 @@ class Journal:
         resume: bool = False,
         overwrite: bool = False,
         message: Callable[[str], None] = no_message,
-        ranks: Ranks = ALONE,
     ) -> None:
         if resume and out is None:
             raise InputError("--resume needs the output of the interrupted run; give the same --out as before")
-        self.ranks = ranks
-        if self.ranks.index:
-            out, resume = None, False
         self.folder = None if out is None or is_special(out) else journal_folder(out)
         self.entries: dict[str, Any] = {}
         self._written: dict[str, str] = {}
@@ -86,7 +79,6 @@ class Journal:
         try:
             if self.folder is not None:
                 self._open(self.folder / _ENTRIES)
-            self.entries = self.ranks.shared(lambda: self.entries)
         except BaseException:
             self._release(keep=True)
             raise
@@ -145,19 +137,6 @@ class Journal:
             return None
         path.with_suffix("").mkdir(exist_ok=True)
         return path.with_suffix("")
-
-    def loaded(self, path: Path | None) -> dict[str, Any] | None:
-        """Return the tensors of a further file in all processes, on the CPU; None if there is no such file."""
-
-        def load() -> dict[str, Any] | None:
-            if path is None or not path.is_file():
-                return None
-            import torch
-
-            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            return found
-
-        return self.ranks.shared(load)
 
     def result_file(self) -> Path | None:
         """Return the path at which a GGUF file is written and checked before it gets its name; None in memory."""

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.hooks import hidden_in, hidden_out
 from depthgauge.checkpoints.interface import Session
@@ -38,15 +37,11 @@ class BlockRunner(Stack):
     - `needs_inputs`: whether arguments of the blocks depend on the window
     - `shared`: weights of blocks that decide arguments of other blocks, such as the position biases of T5; the recorded
       arguments would not follow if these weights changed
-    - `ranks`: the processes that divide the windows
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, example: Inputs, session: Session | None = None, ranks: Ranks = ALONE
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, example: Inputs, session: Session | None = None) -> None:
         """Run the model on one window, `example`; `session` receives its attention calls."""
         super().__init__(checkpoint, session or Session())
-        self.ranks = ranks
         if not self.blocks:
             raise CheckpointError(
                 f"{checkpoint.name} has no list of {checkpoint.layers} blocks; shrinking needs a model whose layers "

@@ -61,15 +61,13 @@ def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
 class DenseStates:
     """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
 
-    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model, and the
-    processes that divide the windows: `inputs` are those of this process, and `windows` is the number of all.
+    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model.
     """
 
     def __init__(
         self, runner: BlockRunner, inputs: Inputs, *, all_layers: bool = True, progress: Step = silent
     ) -> None:
-        self.runner, self.layers, self.windows = runner, len(runner), len(inputs)
-        self.inputs = inputs = runner.ranks.part(inputs)
+        self.runner, self.layers, self.inputs = runner, len(runner), inputs
         first = runner.embed(inputs)
         self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
         self._room = self._memory(first, len(self._kept), runner.device)
@@ -87,8 +85,7 @@ class DenseStates:
 
     def mean(self, score: Callable[[Tensor, Tensor], float], before: int, after: int) -> float:
         """Return the mean over all windows of a score of the states at two depths."""
-        own = score(self.at(before), self.at(after)) * len(self.inputs)
-        return sum(self.runner.ranks.exchanged(own)) / self.windows
+        return score(self.at(before), self.at(after))
 
     @property
     def final(self) -> Float[Tensor, "windows n d"]:
@@ -125,8 +122,7 @@ def _reserve(path: Path, needed: int) -> None:
 class Objective:
     """The objective on fixed windows, one number per window; smaller is better. See `window_losses`.
 
-    `inputs` are the windows of this process, and `dense` has X_L, the states of the dense model after its last block.
-    The result has the numbers of all processes.
+    `inputs` are the windows, and `dense` has X_L, the states of the dense model after its last block.
     """
 
     def __init__(self, runner: BlockRunner, inputs: Inputs, dense: Float[Tensor, "windows n d"]) -> None:
@@ -156,4 +152,4 @@ class Objective:
             return torch.stack(made, dim=1)
 
         found = runner.batches.map(measure, len(all_dense))
-        return runner.ranks.in_order(torch.cat(found) if found else torch.empty(0, len(several))).T
+        return (torch.cat(found) if found else torch.empty(0, len(several))).T

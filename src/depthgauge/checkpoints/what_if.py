@@ -77,9 +77,7 @@ def edited_losses(
 
     `experts` is needed for the what-if `expert`. `progress` is called at every block, with `label` and the block.
     """
-    ranks, ordered = dense.runner.ranks, sorted(models)
-    windows = ranks.among(windows)
-    count = min(ranks.exchanged(states_in_memory(dense.final[windows])))
+    ordered, count = sorted(models), states_in_memory(dense.final[windows])
     for start in range(0, len(ordered), count):
         some = ordered[start : start + count]
         states = edited_states(dense, some, windows, experts=experts, progress=progress, label=label)

@@ -25,7 +25,6 @@ def command(
         ),
     ] = None,
     *,
-    context: typer.Context,
     options: GaugeOptions,
     no_what_if: Annotated[
         bool,
@@ -60,9 +59,6 @@ def command(
 
     `depthgauge gauge ./vit --images photos` gauges a model of images on a directory of images.
 
-    `torchrun --nproc-per-node 4 -m depthgauge gauge ./my-model --text corpus.txt --out r.json` divides the windows over
-    four GPUs.
-
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.
     """
@@ -73,8 +69,7 @@ def command(
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         fields["what_if"] = "none"
-    ranks = context.obj
-    fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite, "ranks": ranks}
+    fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
     try:
         with progress_bar("gauging") as progress:
             result = gauge(target, options, progress=progress, message=note, **fields)
@@ -82,8 +77,7 @@ def command(
         if error.result is not None:  # the work is done: show what could not be written
             _print(error.result, as_json)
         raise
-    if not ranks.index:
-        _print(result, as_json)
+    _print(result, as_json)
 
 
 def _print(result: "GaugeResult", as_json: bool) -> None:

@@ -11,7 +11,6 @@ import typer
 from depthgauge._version import __version__
 from depthgauge.base.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.base.format import one_line
-from depthgauge.base.ranks import Ranks
 from depthgauge.cli import (
     claims,
     collapse,
@@ -51,8 +50,8 @@ for verb in (claims, separate, reproduce):
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-DIVIDED = ("gauge", "shrink", "recover")
-"""The commands that several processes can run together."""
+TRAINING = ("shrink", "recover")
+"""The commands that several processes can run together, because they train."""
 GONE = {
     "--heal": HEAL_IS_GONE,
     "--estimate": "--estimate is gone: a run says at its start whether it fits, and prints the time that is left",
@@ -87,11 +86,10 @@ def _global_options(
         typer.Option("--glossary", callback=_print_glossary, is_eager=True, help="Explain the terms in the tables."),
     ] = False,
 ) -> None:
-    ranks: Ranks = context.obj
-    if ranks.count > 1 and context.invoked_subcommand not in DIVIDED:
+    if context.obj.count > 1 and context.invoked_subcommand not in TRAINING:
         raise InputError(
-            f"depthgauge {context.invoked_subcommand} runs in one process; start it without torchrun, which is for "
-            f"{', '.join(DIVIDED[:-1])} and {DIVIDED[-1]}"
+            f"depthgauge {context.invoked_subcommand} runs in one process; start it without torchrun, which is for the "
+            f"training of {' and '.join(TRAINING)}"
         )
 
 
@@ -108,11 +106,16 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show
     try:
         launch.join()
-        code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False, obj=launch.ranks)
+        if launch.index:
+            from depthgauge.recovery.helpers import help_train
+
+            help_train()
+            code = 0
+        else:
+            code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False, obj=launch)
         if code == _INTERRUPTED:
             launch.fail("interrupted")
         sys.stdout.flush()  # notice a closed pipe here instead of at interpreter exit
-        launch.ranks.wait()
     except DepthgaugeError as error:
         launch.fail(str(error))
         code = error.exit_code

@@ -55,11 +55,10 @@ def command(
 
     if out is None:
         raise InputError("--out is missing; give the directory to create for the recovered checkpoint")
+    context.obj.check_placement(options)
     files: dict[str, Any] = {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
     with progress_bar("recovering") as progress:
-        result = recover(model, options, progress=progress, message=note, ranks=context.obj, **files)
-    if context.obj.index:
-        return  # process 0 prints
+        result = recover(model, options, progress=progress, message=note, **files)
     if as_json:
         print_json(result.to_json())
     else:

@@ -94,8 +94,8 @@ def command(
     `depthgauge shrink model.gguf --text corpus.txt --remove 25% --out smaller.gguf` writes a GGUF file that llama.cpp
     loads, quantized as the source is, and `smaller.depthgauge.json` with the result next to it.
 
-    `torchrun --nproc-per-node 4 -m depthgauge shrink ./model --text corpus.txt --remove 25% --out ./smaller` divides
-    the windows over four GPUs, each of which has the whole model.
+    `torchrun --nproc-per-node 4 -m depthgauge shrink ./model --text corpus.txt --remove 25% --recover 20M --out
+    ./smaller` trains on four GPUs; the rest runs on the first one.
 
     After an interruption, run the same command with `--resume`.
     """
@@ -103,8 +103,8 @@ def command(
     check_request(options, outputs)
     from depthgauge.workflows.shrink import plan_shrink, shrink
 
-    ranks = context.obj
-    files: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "message": note, "ranks": ranks}
+    context.obj.check_placement(options)
+    files: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "message": note}
     if plan_only is not None:
         with progress_bar("searching") as progress:
             plan = plan_shrink(model, options, out=plan_only, progress=progress, **files)
@@ -113,8 +113,6 @@ def command(
         return
     with progress_bar("shrinking") as progress:
         result = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files)
-    if ranks.index:
-        return  # process 0 prints
     made = (result,) if options.sizes is None else result.sizes
     if options.sizes is not None and as_json:
         print_json([one.to_json() for one in made])

@@ -1,4 +1,4 @@
-"""A command that torchrun has started in several processes: process 0 speaks for all, and they end together.
+"""A command that torchrun has started in several processes: process 0 runs it, and the others help it to train.
 
 A thread of each process watches the others. It ends its process if another one has shown no sign of life for a while,
 and at a signal, which torchrun sends when a process has died: a process that waits for others in torch does not notice
@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from depthgauge.base.errors import InputError
+from depthgauge.base.errors import EndedRunError, InputError
 from depthgauge.base.format import counted
-from depthgauge.base.ranks import ALONE, ENDED, Ranks
 
 PATIENCE = timedelta(days=30)
 """How long processes wait for each other: process 0 may write a large model meanwhile."""
@@ -32,10 +31,10 @@ FIRST = 5.0
 
 
 class LaunchedCommand:
-    """The processes of a command, `ranks`: one, or those that torchrun has started."""
+    """The processes of a command: one, or those that torchrun has started. This one is `index` of `count`."""
 
     def __init__(self) -> None:
-        self.ranks = ALONE
+        self.index, self.count = 0, 1
         self._stderr, self._lock = sys.stderr, threading.Lock()
         self._store: Any = None
         self._signals, self._finished = -1, False
@@ -53,8 +52,8 @@ class LaunchedCommand:
             environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes compute with the models before
         if "TORCHELASTIC_RUN_ID" not in environment or int(environment.get("WORLD_SIZE", "1")) == 1:
             return
-        self.ranks = Ranks(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
-        if self.ranks.index:
+        self.index, self.count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        if self.index:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
         import torch
 
@@ -78,16 +77,26 @@ class LaunchedCommand:
             torch.cuda.set_device(local)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpus else "gloo",
-            store=dist.PrefixStore("windows", store), rank=self.ranks.index, world_size=self.ranks.count,
+            store=dist.PrefixStore("training", store), rank=self.index, world_size=self.count,
             timeout=PATIENCE,
         )  # fmt: skip
+
+    def check_placement(self, options: Any) -> None:
+        """Raise an InputError if options place the models of all processes on the same devices."""
+        device, device_map = options.device or "", getattr(options, "device_map", None)
+        given = "--device-map" if device_map is not None else f"--device {device}" if ":" in device else None
+        if given is not None and self.count > 1:
+            raise InputError(
+                f"{given} cannot be combined with several processes, each of which has its own GPU; leave it out, or "
+                "start one process without torchrun"
+            )
 
     def fail(self, sentence: str) -> None:
         """Print an error. Of several processes, one prints: process 0 unless it has none."""
         with self._lock:
             if self._is_told():
                 return
-            where = f" (in process {self.ranks.index})" if self.ranks.index else ""
+            where = f" (in process {self.index})" if self.index else ""
             typer.echo(f"error: {' '.join(sentence.split())}{where}", file=self._stderr)
 
     def _is_told(self) -> bool:
@@ -96,31 +105,34 @@ class LaunchedCommand:
         if store is None:
             return False
         try:
-            until = time.monotonic() + (FIRST if self.ranks.index else 0)
+            until = time.monotonic() + (FIRST if self.index else 0)
             while time.monotonic() < until and store.add("told", 0) == 0:
                 time.sleep(0.1)
             return bool(store.add("told", 1) > 1)
         except RuntimeError:  # torchrun itself has ended
-            return self.ranks.index > 0
+            return self.index > 0
 
     def end(self, code: int | None) -> NoReturn:
         """Exit with a code."""
-        if self.ranks.count > 1:
-            self._finished = True
+        if self.count > 1:
             if code:
+                self._finished = True
                 sys.stdout.flush()
                 os._exit(code)  # an orderly end could wait for the others
+            if not self.index:
+                import_module("depthgauge.recovery.helpers").dismiss()
+            self._finished = True
             import_module("torch.distributed").destroy_process_group()
         sys.exit(code)
 
     def _watch(self) -> None:
         store = self._store
         heard: dict[str, tuple[bytes, float]] = {}
-        names, beats = [f"alive {index}" for index in range(self.ranks.count)], 0
+        names, beats = [f"alive {index}" for index in range(self.count)], 0
         while not select.select([self._signals], [], [], BEAT)[0]:
             beats += 1
             try:
-                store.set(names[self.ranks.index], str(beats))
+                store.set(names[self.index], str(beats))
                 now = {name: store.get(name) for name in names if store.check([name])}
             except RuntimeError:  # torchrun itself has ended
                 break
@@ -130,5 +142,5 @@ class LaunchedCommand:
             if any(time.monotonic() - since > SILENCE for _, since in heard.values()):
                 break
         if not self._finished:
-            self.fail(ENDED)
+            self.fail(str(EndedRunError()))
             os._exit(1)

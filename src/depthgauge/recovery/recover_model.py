@@ -14,6 +14,7 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.recovery.distillation import Training, TrainingMemoryError, distil, usual_rate
 from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair
+from depthgauge.recovery.helpers import send_training
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.record import finite
 from depthgauge.results.recover_options import Amount
@@ -72,6 +73,7 @@ class Recovery:
         device = student.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        send_training(pair, weights, order, training)
         try:
             made = distil(pair, weights, order, training, folder=folder, progress=progress)
         except TrainingMemoryError:

@@ -127,7 +127,8 @@ class Candidates:
                 return Repaired((), losses, [])
             return Repaired((_stage("short training", record),), losses, in_memory(weights))
         path = student.journal.file("repair", removed)
-        if state := student.journal.loaded(path):
+        if path is not None and path.is_file():
+            state = torch.load(path, map_location="cpu", weights_only=True)
             put_weights(weights, state["weights"])
             return Repaired(tuple(RepairStage(**one) for one in state["stages"]), state["losses"], state["weights"])
         if any(is_linear(student.checkpoint.families[layer]) for layer in student.kept[place:]):

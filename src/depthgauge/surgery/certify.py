@@ -21,7 +21,6 @@ from torch import Tensor
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
-from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.mean_interval import mean_interval
@@ -70,7 +69,6 @@ class Certifier:
     - `losses`: the dense model's losses; 0 where outputs are compared with its own
     - `outputs`: the dense model's outputs; None for a causal language model, whose logits are too large to keep
     - `confidence`: the probability that a guarantee is true
-    - `ranks`: the processes that divide the windows, all of which must call `run`
     """
 
     def __init__(
@@ -80,10 +78,8 @@ class Certifier:
         confidence: float,
         *,
         progress: Step = silent,
-        ranks: Ranks = ALONE,
     ) -> None:
         self.dense, self.calibration, self.confidence, self.progress = dense, calibration, confidence, progress
-        self.ranks = ranks
         self.inputs = calibration.certify.inputs
         self.outputs: Tensor | None = None
         kinds = torch.tensor([source.kind == calibration.guaranteed_kind for source in calibration.record.sources])
@@ -103,17 +99,16 @@ class Certifier:
         """
         checkpoint = replace(self.dense, model=as_dtype(model, self.dense.model.dtype))
         objective = checkpoint.objective
-        own = self.ranks.part(self.inputs)
 
         def compute(these: slice) -> Tensor:
-            self.progress(these.start, len(own), label)
-            inputs = own[these]
+            self.progress(these.start, len(self.inputs), label)
+            inputs = self.inputs[these]
             output = model_output(checkpoint, inputs)
             if objective == "loss":
                 output = window_losses(objective, output, inputs, output)
             return output.cpu() if objective == "loss" else output.float().cpu()
 
-        return self.ranks.in_order(torch.cat(self._batches.map(compute, len(own))))
+        return torch.cat(self._batches.map(compute, len(self.inputs)))
 
     def losses_of(self, found: Tensor) -> Losses:
         """Return one number per certify window, from the result of `run` or of a fresh process."""

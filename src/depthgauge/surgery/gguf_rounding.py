@@ -124,6 +124,5 @@ def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "window
 
     with module.register_forward_pre_hook(keep):
         runner.batches.map(add, len(states))
-    found = runner.ranks.sum(found)
     damping = ridge_for(runner, module, states) * found.diagonal().mean().clamp_min(1e-30)
     return found + damping * torch.eye(len(found), dtype=found.dtype)

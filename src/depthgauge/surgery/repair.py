@@ -63,9 +63,8 @@ def refit_block(
 
 
 def ridge_for(runner: BlockRunner, module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
-    """Return λ for a map and as many tokens as the `states` of all processes have."""
-    windows = sum(runner.ranks.exchanged(len(states)))
-    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (windows * states.shape[1]))
+    """Return λ for a map and as many tokens as the `states` have."""
+    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (len(states) * states.shape[1]))
 
 
 def refit(
@@ -121,7 +120,6 @@ def refit(
             cross.addmm_(errors.T, weighted)
 
         runner.batches.map(add, len(states))
-    gram, cross = runner.ranks.sum(gram), runner.ranks.sum(cross)
     columns = torch.split(_ridge_solution(gram, cross, ridge), widths, dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 

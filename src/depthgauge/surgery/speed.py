@@ -25,13 +25,12 @@ SECONDS = 20.0
 
 
 @torch.no_grad()
-def compare_speed(before: Any, after: Any, inputs: Inputs, processes: int = 1) -> tuple[SpeedRecord, BeforeAfter, str]:
+def compare_speed(before: Any, after: Any, inputs: Inputs) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Time prefill and decode of two models with `paired_times`, and measure their memory.
 
     Prefill is timed on so many tokens, images, pairs or recordings that the device is what takes the time, not the
     launching of its kernels; see `enough`. Decode continues the window `inputs` token by token, or less of it where the
-    context is less than twice as long. Models that do not generate, or keep no cache, are not timed there. `processes`
-    is how many the run has; the record says so.
+    context is less than twice as long. Models that do not generate, or keep no cache, are not timed there.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
@@ -59,13 +58,11 @@ def compare_speed(before: Any, after: Any, inputs: Inputs, processes: int = 1) -
         place = torch.cuda.get_device_name(dense.device)
         held = "weights, and the peak of activations and key–value cache"
     memory = [model.weights + model.bytes for model in models]
-    record = speed_record(amount, prefill, decode, f"on {place}", processes)
+    record = speed_record(amount, prefill, decode, f"on {place}")
     return record, BeforeAfter(before=memory[0], after=memory[1]), held
 
 
-def speed_record(
-    amount: str, prefill: PairedTimes, decode: PairedTimes | None, place: str, processes: int
-) -> SpeedRecord:
+def speed_record(amount: str, prefill: PairedTimes, decode: PairedTimes | None, place: str) -> SpeedRecord:
     """Return the record of what was timed: a prompt of `amount`, and one new token at a time. `place` says where."""
     fields, what = dict[str, Any](decode=None), []
     parts = (("prefill", f"prefill of {amount}", prefill), ("decode", "decode of one token at a time", decode))
@@ -75,8 +72,7 @@ def speed_record(
             settled = f" (no number: its 95 % interval did not come within ± {100 * WITHIN:.0f} %)"
             what.append(f"{name} in {counted(times.pairs, 'pair')} of runs{'' if times.ratio else settled}")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    busy = [f"in one of {processes} processes of the run"] if processes > 1 else []
-    busy += [f"with a load average of {number(load)} on {counted(cores, 'core')}"] if load > cores else []
+    busy = [f"with a load average of {number(load)} on {counted(cores, 'core')}"] if load > cores else []
     return SpeedRecord(**fields, what=", ".join((*what, place, *busy)))
 
 

@@ -102,7 +102,7 @@ class Student:
         self.journal, self.progress = journal or Journal(), progress
         fit, select = encoded(checkpoint, fit), encoded(checkpoint, select)
         self.example = select[:1]
-        self.runner = BlockRunner(checkpoint, self.example, ranks=self.journal.ranks)
+        self.runner = BlockRunner(checkpoint, self.example)
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
         self.select = DenseStates(self.runner, select, progress=progress)
         self.objective = Objective(self.runner, self.select.inputs, self.select.final)

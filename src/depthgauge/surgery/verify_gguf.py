@@ -154,7 +154,7 @@ def require_same(out: str | Path, found: LlamaComparison, source: LlamaCompariso
         )
 
 
-def llama_speed(before: Path, after: Path, window: Int[Tensor, " n"], processes: int) -> SpeedRecord:
+def llama_speed(before: Path, after: Path, window: Int[Tensor, " n"]) -> SpeedRecord:
     """Time two GGUF files in llama.cpp by its own clock; see `speed_record` for the arguments."""
     threads, size = torch.get_num_threads(), before.stat().st_size + after.stat().st_size
     request = {
@@ -167,7 +167,7 @@ def llama_speed(before: Path, after: Path, window: Int[Tensor, " n"], processes:
         return SpeedRecord(prefill=None, decode=None, what=f"not measured: {error}")
     prefill, decode = (PairedTimes(*found[part]) for part in ("prefill", "decode"))
     place = f"in llama.cpp with {counted(threads, 'thread')}"
-    return speed.speed_record(counted(found["tokens"], "token"), prefill, decode, place, processes)
+    return speed.speed_record(counted(found["tokens"], "token"), prefill, decode, place)
 
 
 def _run(request: dict[str, Any], limit: float) -> Any:

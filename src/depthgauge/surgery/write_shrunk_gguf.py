@@ -75,7 +75,7 @@ def write_shrunk_gguf(
             )  # fmt: skip
             certifier.progress(0, 1, "speed of both files")
             with durations("speed"):
-                speed = llama_speed(checkpoint.source.path, path, window, journal.ranks.count)
+                speed = llama_speed(checkpoint.source.path, path, window)
             record = msgspec.structs.replace(record, reload=reload, speed=speed)
         size = BeforeAfter(before=record.bytes.before, after=path.stat().st_size)
         record = finish(msgspec.structs.replace(record, bytes=size, out=str(out)))

@@ -10,7 +10,6 @@ from depthgauge.base.errors import OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.text_files import input_paths
 from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
@@ -43,7 +42,6 @@ def gauge(
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
-    ranks: Ranks = ALONE,
     **fields: Any,
 ) -> GaugeResult:
     """Measure how much of a network's or a checkpoint's depth does useful work.
@@ -64,7 +62,6 @@ def gauge(
         overwrite: replace files at `out` and `report`, and start again where an interrupted run has stopped.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the memory that is needed.
-        ranks: the processes that divide the windows, each of which makes this call; process 0 writes.
         **fields: any option of `GaugeOptions` by name, such as `text="corpus.txt"`; overrides `options`.
 
     Returns:
@@ -82,14 +79,10 @@ def gauge(
     started, tokenizer = time.perf_counter(), take_directory(tokenizer, fields)
     found, asked = resolve_target(target), make_options(options, fields)
     asked.check(found.kind, found.description)
-    if found.kind != CHECKPOINTS:
-        ranks.refuse(f"{found.description} is a network, which")
     if report is not None:
         check_page(report)
-    with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = {"TARGET": found.path} | input_paths(asked)
-        if ranks.index:
-            out = report = None
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             request = check_gauge(found, asked, message)

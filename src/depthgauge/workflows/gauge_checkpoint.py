@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge._version import __version__
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
-from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.block_runner import BlockRunner, tokens_of
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded, states_in_memory
@@ -40,7 +38,7 @@ from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.samples import Inputs, Samples, as_samples
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
-from depthgauge.checkpoints.source import file_digests, weight_files
+from depthgauge.checkpoints.source import weight_files
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.checkpoints.what_if import Edit, Edits, edited_losses, layers_of
@@ -75,7 +73,6 @@ def gauge_checkpoint(
     assert asked.bos is not None
     assert asked.dtype is not None
     kinds, text_file, seed, placement = request.kinds, request.text, asked.seed or 0, Placement.of(asked)
-    journal.ranks.check_placement(placement)
     reads = read_kind(asked)
     windows: Windows | GivenWindows | None = None
     if source is None:
@@ -120,14 +117,6 @@ def gauge_checkpoint(
         weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
     )
     digest = None if windows is None else windows.digest
-    journal.ranks.require_same(
-        {
-            "command": [__version__, settings.to_json()],
-            "set of weights": files if source is None or journal.ranks.count == 1 else file_digests(source),
-            "configuration": config.to_dict(),
-            "text": digest,
-        }
-    )
     journal.begin(settings.to_json() | {"files": files, "sha256": digest})
     if source is not None:
         placement = fitted(source, config, placement, message)
@@ -142,7 +131,7 @@ def gauge_checkpoint(
             message(f"loading {source.target}")
             checkpoint = load_model(source, config, placement)
         if windows is None:
-            weights, notes = measure_weights(checkpoint, progress, journal.ranks)
+            weights, notes = measure_weights(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes)
         inputs: Inputs
         if isinstance(windows, GivenWindows):
@@ -157,7 +146,7 @@ def gauge_checkpoint(
         probed = probe(checkpoint, inputs[:1])
         if probed.attention is not None:
             message(unobserved_sentence(probed.attention))
-        weights, notes = measure_weights(checkpoint, progress, journal.ranks)
+        weights, notes = measure_weights(checkpoint, progress)
         observable = probed.attention is None
         measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
         if EXPERT in measured:
@@ -166,8 +155,6 @@ def gauge_checkpoint(
         measured = {kind: layers for kind, layers in measured.items() if layers}
         if checkpoint.objective == "embedding" and source is not None:
             notes += pooling_notes(source.folder)
-        if journal.ranks.count > 1:
-            notes.append(f"{journal.ranks.count} processes divided the windows")
         found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
         seen = subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
         return settings, seen
@@ -204,9 +191,7 @@ def _unmeasured(
     return notes
 
 
-def measure_weights(
-    checkpoint: Checkpoint, progress: Step, ranks: Ranks = ALONE
-) -> tuple[list[list[CircuitSizes]], list[str]]:
+def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[CircuitSizes]], list[str]]:
     """Return the circuit sizes of every head, and a note where the family's projections are not known."""
     if checkpoint.family is None or checkpoint.family.projections is None:
         kind = checkpoint.config.model_type
@@ -218,7 +203,7 @@ def measure_weights(
         with checkpoint.resident(layer):
             return [circuit_sizes(head) for head in head_weights(checkpoint, stack.blocks[layer])]
 
-    return ranks.each(of_layer, len(stack.blocks)), []
+    return [of_layer(layer) for layer in range(len(stack.blocks))], []
 
 
 def measure_windows(
@@ -230,8 +215,6 @@ def measure_windows(
     progress: Step,
 ) -> list[dict[str, Any]]:
     """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
-
-    The processes of `journal.ranks` divide the windows, and exchange each part when it is known.
 
     Where blocks can be rerun, as many windows as memory allows are measured together: a block is applied to all of them
     before the next one. `measured` has the layers of each what-if. If the attention cannot be observed, the model
@@ -250,16 +233,14 @@ def measure_windows(
             runner = BlockRunner(checkpoint, inputs[:1], session)
             most = max(map(len, measured.values()), default=len(runner))
             size = max(1, states_in_memory(runner.embed(inputs[:1])) // most)
-        groups, ranks = _groups(inputs, left[journal.ranks.index :: journal.ranks.count], size), journal.ranks
-        groups += [[]] * (max(ranks.exchanged(len(groups))) - len(groups))  # a process without work exchanges nothing
-        for together in groups:
+        for together in _groups(inputs, left, size):
             group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together).long()]
-            if isinstance(windows, Samples) and group:
+            if isinstance(windows, Samples):
                 windows = windows.unpadded()  # padding is nothing to observe
-            if runner is not None and group and as_samples(windows, TEXT).main.shape[1] != length:
+            if runner is not None and as_samples(windows, TEXT).main.shape[1] != length:
                 length = as_samples(windows, TEXT).main.shape[1]
                 runner = BlockRunner(checkpoint, windows[:1], session)  # the position biases of T5 have a length
-            dense = None if runner is None or not group else DenseStates(runner, windows, progress=progress)
+            dense = None if runner is None else DenseStates(runner, windows, progress=progress)
             if any("observed" not in known for known in group.values()):
                 if dense is None:
                     seen = [observe_window(Stack(checkpoint, session), windows, plans=0 in group)]
@@ -267,12 +248,12 @@ def measure_windows(
                     seen = observe_blocks(dense, plans=0 in group, progress=progress)
                 for known, observer in zip(group.values(), seen, strict=True):
                     known["observed"] = observer.record
-            _keep(journal, found, group)
+            _keep(journal, group)
             for kind, on in measured.items():
                 if dense is not None and any(kind not in known for known in group.values()):
                     for known, losses in zip(group.values(), what_if_losses(dense, kind, on, progress), strict=True):
                         known[kind] = losses
-                _keep(journal, found, group)
+                _keep(journal, group)
     return found
 
 
@@ -285,12 +266,9 @@ def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
     return [one[start : start + size] for one in by_length.values() for start in range(0, len(one), size)]
 
 
-def _keep(journal: Journal, found: list[dict[str, Any]], group: Mapping[int, dict[str, Any]]) -> None:
-    """Exchange what is known of the windows of this process, `group`, and keep it."""
-    new = {index: parts for known in journal.ranks.exchanged(group) for index, parts in known.items()}
-    for index, parts in new.items():
-        found[index] |= parts
-    journal.update({f"window {index}": parts for index, parts in new.items()})
+def _keep(journal: Journal, group: Mapping[int, dict[str, Any]]) -> None:
+    """Keep what is known of some windows."""
+    journal.update({f"window {index}": parts for index, parts in group.items()})
 
 
 def what_if_losses(dense: DenseStates, kind: str, on: Sequence[int], progress: Step) -> list[list[Any]]:

@@ -9,7 +9,6 @@ from depthgauge.base.errors import InputError, require_type
 from depthgauge.base.io import check_outputs
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.source import Source
@@ -51,7 +50,6 @@ def recover(
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
-    ranks: Ranks = ALONE,
     **fields: Any,
 ) -> RecoverResult:
     """Train a smaller model towards its source: to predict what the source predicts, on all of your text.
@@ -67,7 +65,6 @@ def recover(
             stopped.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
-        ranks: the processes that train together, each of which makes this call; process 0 writes.
         **fields: any option of `RecoverOptions` by name, such as `teacher="model"`, `text="corpus.txt"`,
             `tokens="2M"`; overrides `options`.
 
@@ -86,13 +83,11 @@ def recover(
         check_page(report)
     texts = find_texts(settings.text, settings.as_is)
     find_general(settings.general)  # raises before a download
-    with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
-        writes = ranks.index == 0
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = {"MODEL": _path(model), "--teacher": _path(teacher)} | input_paths(settings)
-        if writes:
-            check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         small, source = (_resolved(one, settings, message) for one in (model, teacher))
-        if out is not None and writes:
+        if out is not None:
             for one in (small, source):
                 check_output_directory(out, one, overwrite or journal.has_written(out))
             if resume:
@@ -100,7 +95,7 @@ def recover(
         from depthgauge.workflows.recover_run import run_recovery  # torch and transformers take seconds
 
         made, record = run_recovery(small, source, settings, texts, out, overwrite, journal, progress, message)
-        if report is not None and writes:
+        if report is not None:
             journal.write(report, page_text(record), overwrite)
             message(f"page written to {report}")
     return RecoverResult(record, made)

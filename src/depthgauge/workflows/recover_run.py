@@ -103,20 +103,16 @@ def run_recovery(
     require_pair(student, teacher)
     require_rows(teacher, cut.ids)
     start = measure_start(request.start, teacher, tokenizer)
-    calibration = journal.ranks.shared(
-        lambda: prepare_calibration(teacher, tokenizer, cut, start, progress=progress, message=message)
-    )
+    calibration = prepare_calibration(teacher, tokenizer, cut, start, progress=progress, message=message)
     journal.describe("digest of the windows", calibration.record.sha256)
     certifier = Certifier(teacher, calibration, 0.95, progress=progress)
     before = certifier.measure(student.model, "smaller model")
-    recovery = journal.ranks.shared(
-        lambda: recovery_on_text(
-            teacher, tokenizer, texts, settings.general, calibration, start, settings.amount, settings.seed, journal,
-            progress, message,
-        )
+    recovery = recovery_on_text(
+        teacher, tokenizer, texts, settings.general, calibration, start, settings.amount, settings.seed, journal,
+        progress, message,
     )  # fmt: skip
     tasks = tasks_after(settings.evaluate, teacher.device, teacher.objective)
-    work = None if tasks is None or journal.ranks.index else prepare_evaluation(EvaluateOptions(tasks=tasks), message)
+    work = None if tasks is None else prepare_evaluation(EvaluateOptions(tasks=tasks), message)
 
     def answers(checkpoint: Checkpoint, name: str) -> list[ModelAnswers]:
         return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress, message)]
@@ -153,7 +149,7 @@ def run_recovery(
         seconds=time.perf_counter() - started,
         out=None if out is None else str(out),
     )
-    if out is None or journal.ranks.index:
+    if out is None:
         return model, record
     return model, _written(model, record, small, own, certifier, student, overwrite, journal, started)
 

@@ -12,7 +12,6 @@ from depthgauge.base.format import counted
 from depthgauge.base.io import check_outputs
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.base.ranks import ALONE, Ranks
 from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name
 from depthgauge.checkpoints.hub_data import find_general
@@ -104,7 +103,6 @@ def shrink(
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
-    ranks: Ranks = ALONE,
     **fields: Any,
 ) -> ShrinkResult:
     """Remove blocks from a checkpoint, repair the rest, and bound how much worse the smaller model is.
@@ -123,7 +121,6 @@ def shrink(
             stopped. A directory with any file that does not belong to a checkpoint is never replaced.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the memory that is needed.
-        ranks: the processes that divide the windows, each of which makes this call; process 0 writes.
         **fields: any option of `ShrinkOptions` by name, such as `remove=7`; overrides `options`.
 
     Returns:
@@ -135,19 +132,18 @@ def shrink(
     """
     followed = read_plan(plan) if isinstance(plan, str | Path) else plan
     tokenizer = take_directory(tokenizer, fields)
-    settings = _settings(options, fields, followed, ranks)
+    settings = _settings(options, fields, followed)
     if report is not None:
         check_page(report)
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
-    as_gguf, writes = is_gguf_name(out), ranks.index == 0
+    as_gguf = is_gguf_name(out)
     if settings.gguf_type is not None and not as_gguf:
         raise InputError("--gguf-type applies to GGUF files; give --out a name that ends with .gguf, or leave it out")
-    with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
-        if writes:
-            check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        places = output_folders(out, settings) if out is not None and writes else []
+        check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        places = output_folders(out, settings) if out is not None else []
         for place in places:  # before a download
             if as_gguf:
                 files = {"--out": place, "the record of --out": record_file(place)}
@@ -171,7 +167,7 @@ def shrink(
         run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, makes)
         with run.student:
             made = run.finish(out, overwrite)
-        if report is not None and writes:
+        if report is not None:
             journal.write(report, sizes_page_text([one.record for one in made]), overwrite)
             message(f"page written to {report}")
     results = tuple(ShrinkResult(one.record, one.model, run.opened, run.certifier) for one in made)
@@ -188,7 +184,6 @@ def plan_shrink(
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
-    ranks: Ranks = ALONE,
     **fields: Any,
 ) -> PlanRecord:
     """Search for the blocks to remove, without making the smaller model.
@@ -203,35 +198,30 @@ def plan_shrink(
         overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
-        ranks: the processes that divide the windows, each of which makes this call; process 0 writes.
         **fields: any option of `ShrinkOptions` by name.
 
     Returns:
         The plan; `shrink(model, plan=plan)` follows it.
     """
     tokenizer = take_directory(tokenizer, fields)
-    settings = _settings(options, fields, None, ranks)
+    settings = _settings(options, fields, None)
     if settings.max_increase is not None or settings.sizes is not None:
         raise InputError("a plan has one number of blocks; use --remove, --remove-layers or --max-bytes")
-    with Journal(out, resume=resume, overwrite=overwrite, message=message, ranks=ranks) as journal:
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings)
-        writes = ranks.index == 0
-        if writes:
-            check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings, message)
         from depthgauge.workflows.shrink_run import PLAN, ShrinkRun
 
         run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message, PLAN)
         with run.student:
             found = run.only_plan()
-        if out is not None and writes:
+        if out is not None:
             journal.write(out, found.dump(), overwrite)
     return found
 
 
-def _settings(
-    options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None, ranks: Ranks = ALONE
-) -> ShrinkOptions:
+def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None) -> ShrinkOptions:
     """Return the checked options: those given, or those of a plan with the given ones about loading the model."""
     settings = make_shrink_options(options, fields)
     if plan is not None:
@@ -244,7 +234,6 @@ def _settings(
                 )
         settings = msgspec.structs.replace(plan.settings, **given)
     settings.check()
-    ranks.check_placement(settings)
     return settings
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +111,11 @@ class ShrinkRun:
     ) -> None:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
-        self.progress, self.ranks = progress, journal.ranks
+        self.progress = progress
         self._unrecovered: list[ModelAnswers] = []
-        is_first = self.ranks.index == 0
-        self.evaluation = self._prepared(settings.evaluate) if is_first else None
+        self.evaluation = self._prepared(settings.evaluate)
         with self.durations("loading"):
             found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
-            self._require_same(found)
             self._check_room(found, makes)
             self.opened = open_model(found, settings, followed, message)
         self._describe_in_journal(model)
@@ -126,8 +124,8 @@ class ShrinkRun:
         sliding = sliding_blocks(checkpoint, self.given or ()) if is_gguf else []  # llama.cpp crashes without any
         self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
         with self.durations("calibration windows"):
-            self.calibration = self.ranks.shared(self._calibrated)
-        self.llama = self._source_in_llama() if is_first else None
+            self.calibration = self._calibrated()
+        self.llama = self._source_in_llama()
         with self.durations("dense model"):
             self.student = Student(
                 checkpoint,
@@ -140,21 +138,6 @@ class ShrinkRun:
                 progress=progress,
             )
         self.search = Search(self.student, self.protected)
-
-    def _require_same(self, found: ReadModel) -> None:
-        """Raise unless all processes have read the same files and options."""
-        read = found.read
-        texts = read.digest if isinstance(read, GivenWindows) else [one.digest for one in read.sources]
-        self.ranks.require_same(
-            {
-                "command": [__version__, self.settings.to_json()],
-                "plan": None if self.followed is None else self.followed.to_json(),
-                "set of weights": found.files,
-                "configuration": found.config.to_dict(),
-                "text": texts,
-                "decision about streaming": found.placement.stream,
-            }
-        )
 
     def _describe_in_journal(self, model: Any) -> None:
         opened, followed = self.opened, self.followed
@@ -243,7 +226,7 @@ class ShrinkRun:
         counts = () if self._limit is not None else self.counts()
         with self.durations("certification"):
             self.certifier = Certifier(
-                opened.checkpoint, self.calibration, self.settings.confidence, progress=self.progress, ranks=self.ranks
+                opened.checkpoint, self.calibration, self.settings.confidence, progress=self.progress
             )
         if self._limit is not None:
             with self._fresh_process(out) as process:
@@ -254,7 +237,7 @@ class ShrinkRun:
         made = []
         for count in counts:
             folder = out if out is None or self.settings.sizes is None else sized_output(out, count)
-            record = self.ranks.shared(partial(self._known_record, folder))
+            record = self._known_record(folder)
             if record is not None:
                 made.append(FinishedModel(record, None))
                 continue
@@ -272,7 +255,7 @@ class ShrinkRun:
     @contextmanager
     def _fresh_process(self, out: str | Path | None) -> Iterator[FreshProcess | None]:
         """Start the process that will check a model which is written, so that it is ready when the model is."""
-        if out is None or isinstance(self.opened.stored, GgufLayout) or self.ranks.index:
+        if out is None or isinstance(self.opened.stored, GgufLayout):
             yield None
             return
         with FreshProcess(self.opened.checkpoint.model) as process:
@@ -306,19 +289,16 @@ class ShrinkRun:
         opened, settings, read, amount = self.opened, self.settings, self.opened.read, self.amount
         if amount is None:
             return None
-        if self.ranks.index == 0 and self.evaluation is None:
+        if self.evaluation is None:
             checkpoint = opened.checkpoint
             self.evaluation = self._prepared(tasks_after(None, checkpoint.device, checkpoint.objective))
         with self.durations("training windows"):
             if isinstance(read, GivenWindows):
                 return recovery_on_windows(self.calibration, amount, settings.seed)
-            made: Recovery = self.ranks.shared(
-                lambda: recovery_on_text(
-                    opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
-                    opened.start, amount, settings.seed, self.journal, self.progress, self.message,
-                )
+            return recovery_on_text(
+                opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
+                opened.start, amount, settings.seed, self.journal, self.progress, self.message,
             )  # fmt: skip
-            return made
 
     @cached_property
     def candidates(self) -> Candidates:
@@ -342,7 +322,7 @@ class ShrinkRun:
             return Candidates(student, notes=[f"{note}, and {size_text(free)} are free"])
         steps = student.effort.steps * (1 if checkpoint.objective == "loss" else HEADLESS)
         tokens = int(as_samples(self.calibration.fit.inputs, checkpoint.reads).main.shape[1])
-        amount = Amount(tokens=steps * tokens * step_windows(student.fit.windows, tokens))
+        amount = Amount(tokens=steps * tokens * step_windows(len(student.fit.inputs), tokens))
         return Candidates(student, training=recovery_on_windows(self.calibration, amount, self.settings.seed))
 
     def _recovery_advice(self) -> tuple[str, ...]:
@@ -373,10 +353,6 @@ class ShrinkRun:
         if shrunk is None:
             return FinishedModel(record, None)
         certifier, opened = self.certifier, self.opened
-        if self.ranks.index:  # process 0 runs the tasks, writes the model and checks it
-            if out is None or isinstance(opened.stored, GgufLayout) or opened.checkpoint.stream is not None:
-                certifier.run(shrunk.model)
-            return FinishedModel(record, shrunk.model)
         record = msgspec.structs.replace(record, evaluation=self._evaluated(shrunk.model))
         if out is None:
             with self.durations("certification"):
@@ -496,14 +472,12 @@ class ShrinkRun:
             return record
         notes = (*shrink_notes(record, self.opened, shrunk), *self.calibration.notes)
         notes += (*self.search.refusals, *self.candidates.notes)
-        if self.ranks.count > 1:
-            notes += (f"{self.ranks.count} processes divided the windows",)
         notes += self._recovery_advice() if checkpoint.stream is None else ()
-        if checkpoint.stream is not None or self.ranks.index or isinstance(self.opened.stored, GgufLayout):
+        if checkpoint.stream is not None or isinstance(self.opened.stored, GgufLayout):
             return msgspec.structs.replace(record, notes=notes)  # llama.cpp times a GGUF file when it is written
         self.progress(0, 1, "speed of both models")
         dense, smaller = checkpoint.model, as_dtype(shrunk.model, checkpoint.model.dtype)
         with self.durations("speed"):
-            speed, memory, kind = compare_speed(dense, smaller, certifier.inputs[:1], self.ranks.count)
+            speed, memory, kind = compare_speed(dense, smaller, certifier.inputs[:1])
         notes += (f"memory: {kind}",)
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
