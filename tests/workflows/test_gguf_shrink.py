@@ -13,7 +13,7 @@ from tiny_gguf import write_gguf
 from depthgauge.cli.main import main
 from depthgauge.results.shrink_record import check_shrink
 from depthgauge.surgery import write_shrunk_gguf as writer
-from depthgauge.workflows import shrink_run
+from depthgauge.workflows import shrink_stages
 
 SLIDING = "attention.sliding_window_pattern"
 QUICK = ("--effort", "quick", "--window", "16", "--force")
@@ -87,7 +87,7 @@ def test_a_repaired_model_as_gguf(
 def test_several_sizes_and_a_missing_llama(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shrink_run, "has_llama", lambda: False)
+    monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     code, out, err = typed(
         monkeypatch, capsys, model, "--sizes", "1,2", "--out", "s.gguf", "--no-repair", "--json", *QUICK
     )
@@ -112,7 +112,7 @@ def test_nothing_is_left_if_the_check_fails(
         right(path, layout, [0, 2, 3], fields, changed, progress)  # other blocks than the model in memory has
 
     monkeypatch.setattr(writer, "write_gguf", wrong)
-    monkeypatch.setattr(shrink_run, "has_llama", lambda: False)
+    monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     words = (model, "--remove-layers", "2", "--out", "smaller.gguf", "--no-repair", *QUICK)
     code, _, err = typed(monkeypatch, capsys, *words)
     assert code == 1
@@ -124,7 +124,7 @@ def test_a_block_with_a_sliding_window_is_kept(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """llama.cpp crashes when it loads a Gemma 3 file that has none."""
-    monkeypatch.setattr(shrink_run, "has_llama", lambda: False)
+    monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     write_gguf(model, add_bos=True, family="gemma3", layers=3, fields={SLIDING: [True, False, True]})
     quick = ("--no-repair", *QUICK)
     code, _, err = typed(monkeypatch, capsys, "model.gguf", "--out", "x.gguf", "--remove-layers", "0,2", *quick)

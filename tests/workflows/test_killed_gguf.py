@@ -12,7 +12,7 @@ from forked import exit_code, forked
 from tiny_checkpoints import text_of
 from tiny_gguf import write_gguf
 
-from depthgauge.workflows import shrink_run
+from depthgauge.workflows import shrink_stages
 from depthgauge.workflows.shrink import shrink
 
 EVENTS = {"open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir"}
@@ -67,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     folder = tmp_path_factory.mktemp("finished")
     save_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shrink_run, "has_llama", lambda: False)
+        patch.setattr(shrink_stages, "has_llama", lambda: False)
 
         def note(what: str) -> None:
             with open(log, "a") as handle:
@@ -101,7 +101,7 @@ def chosen(events: list[str]) -> list[int]:
 def test_a_killed_run_is_resumed(
     which: int, finished: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shrink_run, "has_llama", lambda: False)
+    monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     check_killed(finished, tmp_path, chosen(finished[1])[which])
 
 
@@ -109,7 +109,7 @@ def test_a_killed_run_is_resumed(
 def test_soak_killed_anywhere(
     finished: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shrink_run, "has_llama", lambda: False)
+    monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     for event in range(len(finished[1])):
         (tmp_path / str(event)).mkdir()
         check_killed(finished, tmp_path / str(event), event)

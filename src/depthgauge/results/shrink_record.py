@@ -132,6 +132,15 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     calibration: CalibrationRecord
     hub: HubModel | None = None
 
+    def looks(self, tested: tuple["TestedSize", ...] = ()) -> int:
+        """Return how many sizes may have been measured on the certify windows before this one was chosen.
+
+        `tested` are those that were tested against a limit.
+        """
+        if self.settings.sizes is not None:
+            return len(self.settings.counts(self.layers, self.model))
+        return max(1, len(tested) or (len(self.search) if self.settings.max_increase is not None else 0))
+
     @property
     def stack(self) -> str | None:
         """The stack of an encoder–decoder model that has the layers; None for other models."""
@@ -310,15 +319,6 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     versions: dict[str, str]
     seconds: Number
     out: str | None
-
-    @property
-    def looks(self) -> int:
-        """How many sizes may have been tested on the certify windows before this one was chosen."""
-        tested = () if self.guarantee is None else self.guarantee.tested
-        settings = self.plan.settings
-        if settings.sizes is not None:
-            return len(settings.counts(self.layers_before, self.name))
-        return max(1, len(tested) or (len(self.plan.search) if settings.max_increase is not None else 0))
 
     def summary(self) -> Mapping[str, str]:
         """Return the depth, the removed blocks, the loss and the output directory."""

@@ -9,7 +9,7 @@ import copy
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,7 +31,6 @@ from depthgauge.results.shrink_record import (
     LabelAccuracy,
     LossRecord,
     QuantileRecord,
-    ShrinkRecord,
     TestedSize,
     TextRecord,
 )  # fmt: skip
@@ -61,6 +60,16 @@ def assumption(noun: str) -> str:
 def as_dtype(model: Any, dtype: torch.dtype) -> Any:
     """Return the model, or a copy that computes in another dtype. Half precision is slow on a CPU."""
     return model if model.dtype == dtype else cast(copy.deepcopy(model), dtype)
+
+
+@dataclass(frozen=True)
+class Certified:
+    """What the certify windows say, as in `ShrinkRecord`."""
+
+    loss: LossRecord
+    texts: tuple[TextRecord, ...]
+    guarantee: GuaranteeRecord
+    accuracy: LabelAccuracy | None
 
 
 class Certifier:
@@ -125,48 +134,38 @@ class Certifier:
         increases = (losses - self.losses)[self._guaranteed].tolist()
         return quantile_guarantee(increases, SHARE, self.confidence, looks)
 
-    def uncertified(self, limit: float | None, tested: tuple[TestedSize, ...]) -> dict[str, Any]:
-        """Return the fields `loss`, `texts` and `guarantee` of a record before a shrunk model is measured.
+    def certified(
+        self, found: Tensor | None, looks: int, limit: float | None = None, tested: tuple[TestedSize, ...] = ()
+    ) -> Certified:
+        """Return the losses of both models, and the bound on their increase.
 
-        Sizes were `tested` against the `limit`, if there is one.
+        `found` is the result of `run`, or that of a fresh process; None if no model was made. `looks` models may have
+        been measured before this one was chosen.
+
+        Where sizes were `tested` against a `limit`, the certify windows chose the size. Testing in a fixed sequence
+        then proves the limit and nothing smaller, so that limit is reported. A run that follows the plan of such a run
+        has the same windows, so its bound is corrected for the sizes that may have been tested.
         """
-        dense = float(self.losses[self._guaranteed].mean())
-        windows, noun = int(self._guaranteed.sum()), self.calibration.record.noun
-        return {
-            "loss": LossRecord(dense=dense, shrunk=None, low=None, high=None),
-            "texts": (),
-            "guarantee": GuaranteeRecord(
-                quantile=QuantileRecord(increase=None, share=SHARE, confidence=self.confidence, windows=windows),
-                about=self.calibration.guaranteed_kind,
-                assumption=assumption(noun),
-                limit=limit,
-                tested=tested,
-            ),
-        }
-
-    def certified(self, record: ShrinkRecord, found: Tensor) -> ShrinkRecord:
-        """Return the record with the losses of the shrunk model, and with the bound on their increase.
-
-        `found` is the result of `run`, or that of the fresh process.
-
-        Where sizes were tested against a limit, the certify windows chose the size. Testing in a fixed sequence then
-        proves the limit and nothing smaller, so that limit is reported. A run that follows the plan of such a run has
-        the same windows, so its bound is corrected for the sizes that may have been tested.
-        """
-        guarantee = record.guarantee
-        assert guarantee is not None
-        losses = self.losses_of(found)
-        quantile = self.bound(losses, record.looks)
-        if guarantee.limit is not None:
-            quantile = msgspec.structs.replace(quantile, increase=guarantee.limit)
-        shrunk = mean_interval(losses[self._guaranteed].tolist())
-        return msgspec.structs.replace(
-            record,
-            loss=LossRecord(dense=record.loss.dense, shrunk=shrunk.loss, low=shrunk.low, high=shrunk.high),
-            texts=self._texts(losses),
-            guarantee=msgspec.structs.replace(guarantee, quantile=quantile),
-            accuracy=self._accuracy(found),
+        dense, guaranteed = float(self.losses[self._guaranteed].mean()), int(self._guaranteed.sum())
+        loss = LossRecord(dense=dense, shrunk=None, low=None, high=None)
+        quantile = QuantileRecord(increase=None, share=SHARE, confidence=self.confidence, windows=guaranteed)
+        texts, right = tuple[TextRecord, ...](), None
+        if found is not None:
+            losses = self.losses_of(found)
+            shrunk = mean_interval(losses[self._guaranteed].tolist())
+            loss = LossRecord(dense=dense, shrunk=shrunk.loss, low=shrunk.low, high=shrunk.high)
+            quantile = self.bound(losses, looks)
+            texts, right = self._texts(losses), self._accuracy(found)
+            if limit is not None:
+                quantile = msgspec.structs.replace(quantile, increase=limit)
+        guarantee = GuaranteeRecord(
+            quantile=quantile,
+            about=self.calibration.guaranteed_kind,
+            assumption=assumption(self.calibration.record.noun),
+            limit=limit,
+            tested=tested,
         )
+        return Certified(loss, texts, guarantee, right)
 
     def _accuracy(self, found: Tensor) -> LabelAccuracy | None:
         """Return the accuracy of both models where the windows have labels."""

@@ -3,13 +3,15 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from depthgauge.base.format import contiguous, number, ranges
 from depthgauge.base.journal import RECORD, Journal
@@ -22,7 +24,7 @@ from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
 from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.labels import of_stack
-from depthgauge.results.shrink_record import GIVEN, BeforeAfter, ShrinkRecord
+from depthgauge.results.shrink_record import GIVEN, ReloadRecord, ShrinkRecord, SpeedRecord
 from depthgauge.results.shrink_verdicts import (
     accuracy_sentence,
     cost_columns,
@@ -35,6 +37,7 @@ from depthgauge.results.shrink_verdicts import (
 )
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
+from depthgauge.surgery.output_names import record_file
 from depthgauge.surgery.verify import FreshProcess, verify_reload
 from depthgauge.surgery.write_model import written_model
 
@@ -42,25 +45,46 @@ _DIGITS = 16
 """How many digits of a SHA-256 the model card shows."""
 
 
-def write_shrunk(
+@dataclass(frozen=True, eq=False)
+class CheckedModel:
+    """A model that is written under a temporary name and was loaded by a new process.
+
+    - `path`: its directory or file
+    - `out`: the name that it will have
+    - `size`, `dtype`: the bytes of its weights, and their type in a directory
+    - `reload`: what the new process has found; None if there was none
+    - `found`: what `Certifier.losses_of` needs, where it is not that of the model in memory
+    - `speed`: how fast the file and its source are
+    - `notes`: what a reader should know about it
+    """
+
+    path: Path
+    out: str | Path
+    size: int
+    dtype: torch.dtype | None
+    reload: ReloadRecord | None
+    found: Tensor | None = None
+    speed: SpeedRecord | None = None
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def checked_directory(
     model: Any,
-    record: ShrinkRecord,
     certifier: Certifier,
     checkpoint: Checkpoint,
     tokenizer: Any,
     out: str | Path,
     *,
     overwrite: bool,
-    journal: Journal | None = None,
-    finish: Callable[[ShrinkRecord], ShrinkRecord] = lambda record: record,
+    device_map: str | None = None,
     durations: Durations | None = None,
     process: FreshProcess | None = None,
-) -> ShrinkRecord:
-    """Write a model, load it in a fresh process, compare, and describe it with the reloaded model's losses.
+) -> Iterator[CheckedModel]:
+    """Write a model, load it in a fresh process, and compare; the directory gets its name at the end of the block.
 
-    `record` is the result without the losses of the shrunk model, and `checkpoint` the model that it was made from.
-    `finish` completes the record once everything was measured. The journal notes the directory before it gets its final
-    name. `process` is a fresh process that was started before, so that it is ready.
+    `checkpoint` is the model that it was made from. `process` is a fresh process that was started before, so that it is
+    ready.
 
     Raises:
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
@@ -70,7 +94,7 @@ def write_shrunk(
     torch.cuda.empty_cache()  # for the other process
     room = free_memory(checkpoint.device)
     fits = not is_streamed and HEADROOM * parameter_count(model) * model.dtype.itemsize <= room
-    device = str(checkpoint.device) if fits and not record.plan.settings.device_map else "auto"
+    device = str(checkpoint.device) if fits and not device_map else "auto"
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
     shards = {"max_shard": "2GB"} if is_streamed else {}  # a file is in memory while it is written
@@ -83,34 +107,37 @@ def write_shrunk(
                 folder, certifier.inputs if fits else certifier.inputs[:1], model,
                 device=device, like=checkpoint, new_tokens=16 if fits else 2, compute=compute, process=process,
             )  # fmt: skip
-        if not fits:  # in batches, so that every block is read a few times and not once for every window
-            found = certifier.run(model)
-        record = msgspec.structs.replace(
-            certifier.certified(record, found),
-            bytes=BeforeAfter(before=record.bytes.before, after=weight_bytes(Source(folder))),
-            reload=reload,
-            out=str(out),
-        )
-        record = finish(record)
-        text = msgspec.json.format(msgspec.json.encode(record)).decode() + "\n"
-        if journal is not None:
-            journal.claim(out, text)
-        documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, source))}
-        unchanged = not record.repaired and not (record.recovery is not None and record.recovery.kept)
-        # mergekit reads directories, and leaves lists with one entry per layer as they are.
-        if (
-            unchanged
-            and checkpoint.reads == TEXT
-            and checkpoint.stack is None
-            and (source is None or source.gguf is None)
-            and not has_layer_lists(checkpoint.config)
-        ):
-            kept = [layer for layer in range(record.layers_before) if layer not in record.removed]
-            dtype = str(model.dtype).removeprefix("torch.")
-            documents["plan.mergekit.yaml"] = mergekit_plan(record.plan.model, dtype, kept)
-        for name, content in documents.items():
-            (folder / name).write_text(content, encoding="utf-8")
-    return record
+        # A model without room is measured in batches, so that every block is read a few times and not for each window.
+        yield CheckedModel(folder, out, weight_bytes(Source(folder)), model.dtype, reload, found if fits else None)
+
+
+def write_documents(
+    checked: CheckedModel, record: ShrinkRecord, checkpoint: Checkpoint, journal: Journal, overwrite: bool
+) -> None:
+    """Write the record of a model, next to a GGUF file or into a directory, which also gets a model card.
+
+    The journal notes what is written before it gets its final name.
+    """
+    text = msgspec.json.format(msgspec.json.encode(record)).decode() + "\n"
+    if not checked.path.is_dir():
+        journal.write(record_file(checked.out), text, overwrite)
+        return
+    journal.claim(checked.out, text)
+    documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, checkpoint.source))}
+    unchanged = not record.repaired and not (record.recovery is not None and record.recovery.kept)
+    # mergekit reads directories, and leaves lists with one entry per layer as they are.
+    if (
+        unchanged
+        and checkpoint.reads == TEXT
+        and checkpoint.stack is None
+        and (checkpoint.source is None or checkpoint.source.gguf is None)
+        and not has_layer_lists(checkpoint.config)
+    ):
+        kept = [layer for layer in range(record.layers_before) if layer not in record.removed]
+        dtype = str(checked.dtype).removeprefix("torch.")
+        documents["plan.mergekit.yaml"] = mergekit_plan(record.plan.model, dtype, kept)
+    for name, content in documents.items():
+        (checked.path / name).write_text(content, encoding="utf-8")
 
 
 def hub_name(config: Any, source: Source | None) -> str | None:

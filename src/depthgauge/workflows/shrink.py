@@ -81,10 +81,23 @@ class ShrinkResult:
             )
         if self.model is None:
             raise InputError("no size is within max_increase, so there is no model to write; allow a larger increase")
-        from depthgauge.surgery.write_shrunk import write_shrunk
+        from depthgauge.surgery.write_shrunk import checked_directory, write_documents
 
-        checkpoint, tokenizer = self.opened.checkpoint, self.opened.tokenizer
-        return write_shrunk(self.model, self.record, self.certifier, checkpoint, tokenizer, out, overwrite=overwrite)
+        opened, certifier, record = self.opened, self.certifier, self.record
+        limit, tested = (None, ()) if record.guarantee is None else (record.guarantee.limit, record.guarantee.tested)
+        spread = record.plan.settings.device_map
+        with checked_directory(
+            self.model, certifier, opened.checkpoint, opened.tokenizer, out, overwrite=overwrite, device_map=spread
+        ) as checked:
+            found = certifier.run(self.model) if checked.found is None else checked.found
+            certified = certifier.certified(found, record.plan.looks(tested), limit, tested)
+            size = msgspec.structs.replace(record.bytes, after=checked.size)
+            record = msgspec.structs.replace(
+                record, loss=certified.loss, texts=certified.texts, accuracy=certified.accuracy,
+                guarantee=certified.guarantee, bytes=size, reload=checked.reload, out=str(out),
+            )  # fmt: skip
+            write_documents(checked, record, opened.checkpoint, Journal(), overwrite)
+        return record
 
     def report(self, path: str | Path) -> Path:
         """Write the result as one self-contained HTML page (extra `report`), and return its path."""
@@ -161,16 +174,16 @@ def shrink(
             if resume:
                 remove_unfinished(place)
         # torch and transformers take seconds
-        from depthgauge.workflows.shrink_run import DIRECTORY, GGUF, MEMORY, ShrinkRun
+        from depthgauge.workflows.shrink_run import make_models
+        from depthgauge.workflows.shrink_stages import DIRECTORY, GGUF, MEMORY, Run
 
         makes = MEMORY if out is None else GGUF if as_gguf else DIRECTORY
-        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, makes)
-        with run.student:
-            made = run.finish(out, overwrite)
+        run = Run(settings, followed, journal, progress, message)
+        made = make_models(run, model, source, tokenizer, makes, out, overwrite)
         if report is not None:
             journal.write(report, sizes_page_text([one.record for one in made]), overwrite)
             message(f"page written to {report}")
-    results = tuple(ShrinkResult(one.record, one.model, run.opened, run.certifier) for one in made)
+    results = tuple(ShrinkResult(one.record, one.model, one.work.opened, one.certifier) for one in made)
     return replace(results[-1], sizes=results)
 
 
@@ -211,11 +224,10 @@ def plan_shrink(
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings, message)
-        from depthgauge.workflows.shrink_run import PLAN, ShrinkRun
+        from depthgauge.workflows.shrink_run import make_plan
+        from depthgauge.workflows.shrink_stages import Run
 
-        run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message, PLAN)
-        with run.student:
-            found = run.only_plan()
+        found = make_plan(Run(settings, None, journal, progress, message), model, source, tokenizer)
         if out is not None:
             journal.write(out, found.dump(), overwrite)
     return found

@@ -35,8 +35,8 @@ def shrink_notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel)
         )
     if shrunk.stages and not shrunk.repaired:
         notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
-    if record.looks > 1 and record.guarantee is not None and not record.guarantee.tested:
+    if (looks := record.plan.looks()) > 1 and record.guarantee is not None and not record.guarantee.tested:
         notes.append(
-            f"{counted(record.looks, 'size')} may have been measured on these certify windows; the bounds allow for it"
+            f"{counted(looks, 'size')} may have been measured on these certify windows; the bounds allow for it"
         )
     return notes

@@ -1,11 +1,10 @@
-"""One run of `shrink`: calibrate, search, compare, repair, measure and write, for one number of blocks or several."""
+"""One run of `shrink`: begin, then make, measure and write a model of every size."""
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +12,31 @@ import msgspec
 import torch
 
 from depthgauge._version import __version__
-from depthgauge.base.errors import InputError
-from depthgauge.base.format import size_text
-from depthgauge.base.journal import Journal
-from depthgauge.base.progress import Durations, Step
-from depthgauge.checkpoints.block_runner import tokens_of
-from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import TEXT
-from depthgauge.checkpoints.library import CheckpointError, transformers
+from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
-from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
-from depthgauge.checkpoints.stored_weights import weights_digest
-from depthgauge.recovery.distillation import TRAINING, step_windows
-from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
-from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
-from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import (
     SHRINK_ADVICE,
     BeforeAfter,
-    CandidateRecord,
     PlanRecord,
     ShrinkRecord,
+    SpeedRecord,
     TestedSize,
     check_shrink,
 )
 from depthgauge.results.shrink_verdicts import shrink_warnings
-from depthgauge.surgery.block_search import GIVEN, Search
-from depthgauge.surgery.block_sizes import requested_counts
-from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
-from depthgauge.surgery.certify import Certifier, as_dtype
-from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
-from depthgauge.surgery.given_calibration import given_calibration
-from depthgauge.surgery.open_model import ReadModel, calibration_sizes, open_model, read_model
+from depthgauge.surgery.certify import Certified, Certifier, as_dtype
+from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
-from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
 from depthgauge.surgery.verify import FreshProcess
-from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
-from depthgauge.surgery.write_model import require_room
-from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.surgery.write_shrunk_gguf import write_shrunk_gguf
+from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, write_documents
+from depthgauge.surgery.write_shrunk_gguf import checked_gguf
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     PreparedEvaluation,
@@ -70,12 +47,21 @@ from depthgauge.workflows.evaluate_models import (
     prepare_evaluation,
     tasks_after,
 )
-from depthgauge.workflows.needed_room import shrink_room
-from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
 from depthgauge.workflows.shrink_notes import shrink_notes
+from depthgauge.workflows.shrink_stages import (
+    PLAN,
+    Run,
+    Workbench,
+    begin,
+    candidates_of,
+    found_sets,
+    plan_of,
+    recovery_of,
+    requested_sizes,
+    training_advice,
+    training_amount,
+)
 
-PLAN, MEMORY, DIRECTORY, GGUF = "plan", "memory", "directory", "gguf"
-"""What a run ends with: a plan, a model in memory, or one that is written and checked."""
 UNRECOVERED = "the smaller model before its recovery"
 SHRUNK = "the smaller model"
 """The names of the shrunk model in the record of its tasks."""
@@ -83,264 +69,144 @@ SHRUNK = "the smaller model"
 
 @dataclass(frozen=True, eq=False)
 class FinishedModel:
-    """A record, and the model that it describes; None if there is no model in memory."""
+    """A record, and the model that it describes; None if there is no model in memory.
+
+    `work` and `certifier` are what it was made with.
+    """
 
     record: ShrinkRecord
     model: Any
+    work: Workbench
+    certifier: Certifier
 
 
-class ShrinkRun:
-    """A run that has loaded its model and run it on the calibration windows.
+def make_plan(run: Run, model: Any, source: Source | None, tokenizer: Any) -> PlanRecord:
+    """Search and compare, without making a model."""
+    work = begin(run, model, source, tokenizer, PLAN)
+    checkpoint = work.opened.checkpoint
+    with work.student:
+        (count,) = requested_sizes(run, work)
+        sets, amount = found_sets(run, work, count), training_amount(run, checkpoint)
+        candidates = candidates_of(run, work, None if amount is None else recovery_of(run, work, amount))
+        with run.durations("repair and comparison"):
+            removed, compared, _ = candidates.choose(sets, run.given(checkpoint))
+    return plan_of(run, work, removed, compared)
 
-    - `opened`, `calibration`: the model, and the windows
-    - `student`, `search`: the model while it is being made, and the search for blocks to remove
-    - `certifier`: the dense model on the certify windows
-    """
 
-    def __init__(
-        self,
-        model: Any,
-        source: Source | None,
-        settings: ShrinkOptions,
-        tokenizer: Any,
-        followed: PlanRecord | None,
-        journal: Journal,
-        progress: Step,
-        message: Callable[[str], None],
-        makes: str,
-    ) -> None:
-        self.started, self.durations = time.perf_counter(), Durations()
-        self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
-        self.progress = progress
-        self._unrecovered: list[ModelAnswers] = []
-        self.evaluation = self._prepared(settings.evaluate)
-        with self.durations("loading"):
-            found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
-            self._check_room(found, makes)
-            self.opened = open_model(found, settings, followed, message)
-        self._describe_in_journal(model)
-        checkpoint = self.opened.checkpoint
-        is_gguf = isinstance(self.opened.stored, GgufLayout)
-        sliding = sliding_blocks(checkpoint, self.given or ()) if is_gguf else []  # llama.cpp crashes without any
-        self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
-        with self.durations("calibration windows"):
-            self.calibration = self._calibrated()
-        self.llama = self._source_in_llama()
-        with self.durations("dense model"):
-            self.student = Student(
-                checkpoint,
-                self.calibration.fit.inputs,
-                self.calibration.select.inputs,
-                effort=effort_of(settings),
-                repair=not settings.no_repair,
-                journal=journal,
-                durations=self.durations,
-                progress=progress,
-            )
-        self.search = Search(self.student, self.protected)
+def make_models(
+    run: Run, model: Any, source: Source | None, tokenizer: Any, makes: str, out: str | Path | None, overwrite: bool
+) -> list[FinishedModel]:
+    """Make, measure and write the model of every size."""
+    settings = run.settings
+    evaluation = _prepared(run, settings.evaluate)
+    work = begin(run, model, source, tokenizer, makes)
+    opened = work.opened
+    checkpoint = opened.checkpoint
+    with work.student:
+        counts = () if run.limit is not None else requested_sizes(run, work)
+        with run.durations("certification"):
+            certifier = Certifier(checkpoint, work.windows, settings.confidence, progress=run.progress)
+        places = {count: out if out is None or settings.sizes is None else sized_output(out, count) for count in counts}
+        made = {count: FinishedModel(record, None, work, certifier)
+                for count, place in places.items() if (record := _known_record(run, place)) is not None}  # fmt: skip
+        if made and made.keys() == {*counts}:
+            return [made[count] for count in counts]
+        amount, recovery = training_amount(run, checkpoint), None
+        if amount is not None:
+            evaluation = evaluation or _prepared(run, tasks_after(None, checkpoint.device, checkpoint.objective))
+            recovery = recovery_of(run, work, amount)
+        tasks = None if evaluation is None else TaskRuns(run, work, evaluation)
+        candidates = candidates_of(run, work, recovery, None if tasks is None else tasks.observe)
+        finish = Finish(run, work, certifier, candidates, tasks)
+        if run.limit is not None:
+            with _fresh_process(opened.checkpoint, opened.stored, out) as process:
+                shrunk, tested = largest_within(work.search, candidates, certifier, run.limit, opened.stored, recovery)
+                return [finish.finished(shrunk, tested, out, overwrite, process)]
+        for count, place in places.items():
+            if count not in made:
+                with _fresh_process(checkpoint, opened.stored, place) as process:
+                    sets = found_sets(run, work, count)
+                    shrunk = make_model(candidates, sets, opened.stored, run.given(checkpoint), recovery)
+                    made[count] = finish.finished(shrunk, (), place, overwrite, process)
+    return [made[count] for count in counts]
 
-    def _describe_in_journal(self, model: Any) -> None:
-        opened, followed = self.opened, self.followed
-        about = {
-            "version": __version__,
-            "model": str(model) if isinstance(model, str | Path) else opened.checkpoint.name,
-            "files": opened.files,
-            "settings": self.settings.to_json(),
-            "removed": None if followed is None else list(followed.removed),
-            "window": [list(opened.start.before), list(opened.start.after)],
-        }
-        if not opened.files:
-            about["digest of the weights"] = weights_digest(opened.checkpoint.model)
-        self.journal.begin(about)
 
-    def _calibrated(self) -> Calibration:
-        opened = self.opened
-        if isinstance(opened.read, GivenWindows):
-            tokens = tokens_of(opened.checkpoint, opened.read.inputs)
-            made = given_calibration(opened.read, calibration_sizes(self.settings), tokens)
-        else:
-            made = prepare_calibration(
-                opened.checkpoint, opened.tokenizer, opened.read, opened.start,
-                progress=self.progress, message=self.message,
-            )  # fmt: skip
-        digest = made.record.sha256
-        self.journal.describe("digest of the calibration windows", digest)
-        if self.followed is not None and self.followed.calibration.sha256 != digest:
-            self.message("the calibration windows differ from those of the plan (another text, device or version)")
-        return made
+def _known_record(run: Run, out: str | Path | None) -> ShrinkRecord | None:
+    """Return the record of a model that the same run has written before it was interrupted."""
+    if out is None or not has_written(run.journal, out):
+        return None
+    return check_shrink(load_document(record_file(out), SHRINK_ADVICE), str(out))
 
-    def _source_in_llama(self) -> LlamaComparison | None:
-        """Compare the source in llama.cpp with transformers, if the result is a GGUF file and llama.cpp is installed.
 
-        A file that llama.cpp does not know is refused before any long work.
-        """
-        checkpoint = self.opened.checkpoint
-        if not isinstance(self.opened.stored, GgufLayout) or checkpoint.source is None or not has_llama():
-            return None
-        self.progress(0, 1, "the source in llama.cpp")
-        with self.durations("check in llama.cpp"):
-            return compare_source(
-                checkpoint.source.path, checkpoint.model, as_samples(self.calibration.certify.inputs, TEXT).main[0]
-            )
+@contextmanager
+def _fresh_process(checkpoint: Checkpoint, stored: Any, out: str | Path | None) -> Iterator[FreshProcess | None]:
+    """Start the process that will check a model which is written, so that it is ready when the model is."""
+    if out is None or isinstance(stored, GgufLayout):
+        yield None
+        return
+    with FreshProcess(checkpoint.model) as process:
+        yield process
 
-    def counts(self) -> tuple[int, ...]:
-        """Return the numbers of blocks to remove, each of which makes a model."""
-        checkpoint, given = self.opened.checkpoint, self.given
-        if given is not None:
-            return (len(given),)
-        found, layers = requested_counts(self.settings, checkpoint, self.opened.stored), checkpoint.layers
-        left = layers - len(self.protected)
-        if found[-1] > left:
-            raise InputError(f"{found[-1]} blocks cannot be removed from {checkpoint.name}: {left} of {layers} may go")
-        return found
 
-    @property
-    def given(self) -> Removed | None:
-        """The blocks that a plan or the user names."""
-        if self.followed is not None:
-            return self.followed.removed
-        return self.settings.layers_to_remove(self.opened.checkpoint.layers, self.opened.checkpoint.name)
+def _prepared(run: Run, tasks: str | None) -> PreparedEvaluation | None:
+    asked = EvaluateOptions(tasks=tasks, confidence=run.settings.confidence)
+    return None if tasks is None else prepare_evaluation(asked, run.message)
 
-    def sets(self, count: int) -> dict[str, Removed]:
-        """Search for sets of `count` blocks; with given blocks, return them and what other methods choose."""
-        with self.durations("search"):
-            if self.given is None:
-                self.search.remove_until(count)
-                return self.search.sets(count)
-            if reason := self.search.why_not(self.given):
-                raise CheckpointError(reason)
-            others = {} if self.followed is not None else self.search.peer_sets(count)
-            return {GIVEN: self.given} | others
 
-    def only_plan(self) -> PlanRecord:
-        """Search and compare, without making a model."""
-        (count,) = self.counts()
-        sets = self.sets(count)
-        with self.durations("repair and comparison"):
-            removed, compared, _ = self.candidates.choose(sets, self.given)
-        return self.plan(removed, compared)
+@dataclass(eq=False)
+class TaskRuns:
+    """The tasks, and what the models have answered so far: the dense one, and a smaller one before its recovery."""
 
-    def finish(self, out: str | Path | None, overwrite: bool) -> list[FinishedModel]:
-        """Make, measure and write the model of every size."""
-        opened = self.opened
-        counts = () if self._limit is not None else self.counts()
-        with self.durations("certification"):
-            self.certifier = Certifier(
-                opened.checkpoint, self.calibration, self.settings.confidence, progress=self.progress
-            )
-        if self._limit is not None:
-            with self._fresh_process(out) as process:
-                shrunk, tested = largest_within(
-                    self.search, self.candidates, self.certifier, self._limit, opened.stored, self.recovery
-                )
-                return [self._written(shrunk, tested, out, overwrite, process)]
-        made = []
-        for count in counts:
-            folder = out if out is None or self.settings.sizes is None else sized_output(out, count)
-            record = self._known_record(folder)
-            if record is not None:
-                made.append(FinishedModel(record, None))
-                continue
-            with self._fresh_process(folder) as process:
-                shrunk = make_model(self.candidates, self.sets(count), opened.stored, self.given, self.recovery)
-                made.append(self._written(shrunk, (), folder, overwrite, process))
-        return made
+    run: Run
+    work: Workbench
+    evaluation: PreparedEvaluation
+    _dense: ModelAnswers | None = field(default=None, init=False)
+    _unrecovered: list[ModelAnswers] = field(default_factory=list, init=False)
 
-    def _known_record(self, out: str | Path | None) -> ShrinkRecord | None:
-        """Return the record of a model that the same run has written before it was interrupted."""
-        if out is None or not has_written(self.journal, out):
-            return None
-        return check_shrink(load_document(record_file(out), SHRINK_ADVICE), str(out))
+    def observe(self, smaller: Checkpoint) -> None:
+        """Run the tasks on the shrunk model before its recovery."""
+        with self.run.durations("tasks"):
+            self._unrecovered = [self._answers(replace(smaller, name=UNRECOVERED))]
 
-    @contextmanager
-    def _fresh_process(self, out: str | Path | None) -> Iterator[FreshProcess | None]:
-        """Start the process that will check a model which is written, so that it is ready when the model is."""
-        if out is None or isinstance(self.opened.stored, GgufLayout):
-            yield None
-            return
-        with FreshProcess(self.opened.checkpoint.model) as process:
-            yield process
+    def record(self, model: Any) -> EvaluateRecord:
+        """Run the tasks on the model that is written, and compare the dense model and both smaller ones."""
+        started, dense = time.perf_counter(), self.work.opened.checkpoint
+        smaller = wrap(as_dtype(model, dense.model.dtype), SHRUNK)
+        with self.run.durations("tasks"):
+            self._dense = self._dense or self._answers(dense)
+            found = [self._dense, *self._unrecovered, self._answers(smaller)]
+        notes = calibration_notes(SHRUNK, self.work.windows.record, self.evaluation)
+        notes += fall_warnings(*found[1:]) if len(found) > 2 else []
+        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
 
-    def _check_room(self, found: ReadModel, makes: str) -> None:
-        """Say what the run needs; raise if the disk has no room for what it writes."""
-        out, device = None, found.whole.device if found.source is None else found.placement.torch_device()
-        if makes in (DIRECTORY, GGUF) and self.journal.folder is not None:
-            out = str(self.journal.folder).removesuffix(".partial")
-        room = shrink_room(found, self.settings, None if self.followed is None else self.followed.removed)
-        if out is not None and not self.journal.entries:  # an interrupted run has written a part already
-            require_room(out, room.disk)
-        self.message(room.sentence(device, out))
-
-    @cached_property
-    def amount(self) -> Amount | None:
-        """How long the smaller model is trained; None: not at all.
-
-        By default it is trained on a GPU, but not to find the largest size within a limit, which makes many models.
-        """
-        settings, checkpoint = self.settings, self.opened.checkpoint
-        by_default = AUTO if checkpoint.device.type == "cuda" and self._limit is None else OFF
-        amount = amount_of(settings.recover or by_default)
-        trains = not settings.no_repair and checkpoint.stream is None and settings.device_map is None
-        return amount if trains or settings.recover not in (None, AUTO) else None
-
-    @cached_property
-    def recovery(self) -> Recovery | None:
-        """What the smaller model is trained on."""
-        opened, settings, read, amount = self.opened, self.settings, self.opened.read, self.amount
-        if amount is None:
-            return None
-        if self.evaluation is None:
-            checkpoint = opened.checkpoint
-            self.evaluation = self._prepared(tasks_after(None, checkpoint.device, checkpoint.objective))
-        with self.durations("training windows"):
-            if isinstance(read, GivenWindows):
-                return recovery_on_windows(self.calibration, amount, settings.seed)
-            return recovery_on_text(
-                opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, self.calibration,
-                opened.start, amount, settings.seed, self.journal, self.progress, self.message,
-            )  # fmt: skip
-
-    @cached_property
-    def candidates(self) -> Candidates:
-        """How sets of blocks are compared.
-
-        If a recovery follows, on a GPU after a short one of each set. Otherwise after least squares, and the best one
-        is then trained on the windows to fit.
-        """
-        student, checkpoint = self.student, self.opened.checkpoint
-        if self.recovery is not None:
-            trial = replace(self.recovery, amount=self.recovery.amount.short, apart=None)
-            return Candidates(
-                student, refits=False, trial=trial if checkpoint.device.type == "cuda" else None,
-                observe=None if self.evaluation is None else self._observe,
-            )  # fmt: skip
-        if not student.repairs or checkpoint.stream is not None:
-            return Candidates(student)
-        needed, free = TRAINING * parameter_count(checkpoint.model), free_memory(checkpoint.device)
-        if needed > free and checkpoint.device.type == "cpu":
-            note = f"the repair did not train weights: this needs {size_text(needed)} of memory"
-            return Candidates(student, notes=[f"{note}, and {size_text(free)} are free"])
-        steps = student.effort.steps * (1 if checkpoint.objective == "loss" else HEADLESS)
-        tokens = int(as_samples(self.calibration.fit.inputs, checkpoint.reads).main.shape[1])
-        amount = Amount(tokens=steps * tokens * step_windows(len(student.fit.inputs), tokens))
-        return Candidates(student, training=recovery_on_windows(self.calibration, amount, self.settings.seed))
-
-    def _recovery_advice(self) -> tuple[str, ...]:
-        """Say how to train, where a language model could have been trained and was not."""
-        is_text = self.opened.checkpoint.objective == "loss"
-        is_possible = is_text and self.student.repairs and self.settings.recover is None
-        if self.amount is not None or not is_possible:
-            return ()
-        return (
-            "the smaller model was not trained after the removal; --recover "
-            f"{AUTO_TOKENS // 10**6}M trains it, and --recover 30min takes as long as it says",
+    def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
+        opened, run = self.work.opened, self.run
+        return measure_model(
+            self.evaluation, checkpoint, opened.tokenizer, checkpoint.name, opened.start, run.progress, run.message
         )
 
-    @property
-    def _limit(self) -> float | None:
-        return self.settings.max_increase if self.followed is None else None  # a plan has its size
 
-    def _written(
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What was measured of a smaller model besides its losses; `held` says what the memory includes."""
+
+    speed: SpeedRecord | None = None
+    memory: BeforeAfter | None = None
+    held: str | None = None
+    evaluation: EvaluateRecord | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Finish:
+    """Measures a smaller model, writes it if there is a place for it, and describes it."""
+
+    run: Run
+    work: Workbench
+    certifier: Certifier
+    candidates: Candidates
+    tasks: TaskRuns | None
+
+    def finished(
         self,
         shrunk: ShrunkModel | None,
         tested: tuple[TestedSize, ...],
@@ -348,115 +214,100 @@ class ShrinkRun:
         overwrite: bool,
         process: FreshProcess | None,
     ) -> FinishedModel:
-        """Describe a model, measure it, and write it if there is a directory for it."""
-        record = self._described(shrunk, tested)
-        if shrunk is None:
-            return FinishedModel(record, None)
-        certifier, opened = self.certifier, self.opened
-        record = msgspec.structs.replace(record, evaluation=self._evaluated(shrunk.model))
-        if out is None:
-            with self.durations("certification"):
-                record = certifier.certified(record, certifier.run(shrunk.model))
-            return FinishedModel(self._finished(record), shrunk.model)
-        overwrite = overwrite or has_written(self.journal, out)
-        if isinstance(opened.stored, GgufLayout):
-            record = write_shrunk_gguf(
-                shrunk, record, certifier, opened, out,
-                overwrite=overwrite, journal=self.journal, finish=self._finished, durations=self.durations,
-                source=self.llama,
-            )  # fmt: skip
-        else:
-            record = write_shrunk(
-                shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
-                overwrite=overwrite, journal=self.journal, finish=self._finished, durations=self.durations,
-                process=process,
-            )  # fmt: skip
-        self.message(f"model written to {out}")
-        return FinishedModel(record, shrunk.model)
+        """Measure, write and describe a model; `tested` are the sizes that were tested against the limit.
 
-    def _prepared(self, tasks: str | None) -> PreparedEvaluation | None:
-        asked = EvaluateOptions(tasks=tasks, confidence=self.settings.confidence)
-        return None if tasks is None else prepare_evaluation(asked, self.message)
-
-    def _evaluated(self, model: Any) -> EvaluateRecord | None:
-        """Run the tasks on the dense model, on the shrunk one before its recovery, and on the one that is written."""
-        started = time.perf_counter()
-        if self.evaluation is None:
-            return None
-        smaller = wrap(as_dtype(model, self.opened.checkpoint.model.dtype), SHRUNK)
-        with self.durations("tasks"):
-            found = [self._dense_answers, *self._unrecovered, self._answers(smaller)]
-        notes = calibration_notes(SHRUNK, self.calibration.record, self.evaluation)
-        notes += fall_warnings(*found[1:]) if len(found) > 2 else []
-        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
-
-    def _observe(self, smaller: Checkpoint) -> None:
-        """Run the tasks on the shrunk model before its recovery."""
-        with self.durations("tasks"):
-            self._unrecovered = [self._answers(replace(smaller, name=UNRECOVERED))]
-
-    @cached_property
-    def _dense_answers(self) -> ModelAnswers:
-        return self._answers(self.opened.checkpoint)
-
-    def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
-        work, opened = self.evaluation, self.opened
-        assert work is not None
-        name = checkpoint.name
-        return measure_model(work, checkpoint, opened.tokenizer, name, opened.start, self.progress, self.message)
-
-    def _finished(self, record: ShrinkRecord) -> ShrinkRecord:
-        """Return a record with the durations and with warnings about what was measured."""
-        notes = (*shrink_warnings(record), *record.notes)
-        seconds = time.perf_counter() - self.started
-        return msgspec.structs.replace(record, notes=notes, durations=self.durations.seconds, seconds=seconds)
-
-    def plan(self, removed: Removed, candidates: tuple[CandidateRecord, ...]) -> PlanRecord:
-        """Return the plan of this run, or the one that it follows."""
-        if self.followed is not None:
-            return self.followed
-        checkpoint = self.opened.checkpoint
-        return PlanRecord(
-            version=__version__,
-            model=checkpoint.name if checkpoint.source is None else checkpoint.source.target,
-            family=str(checkpoint.config.model_type),
-            files=self.opened.files,
-            layers=checkpoint.layers,
-            removed=removed,
-            search=self.search.steps,
-            candidates=candidates,
-            settings=self.settings,
-            calibration=self.calibration.record,
-            hub=None if checkpoint.source is None else checkpoint.source.hub,
-        )
-
-    def _described(self, shrunk: ShrunkModel | None, tested: tuple[TestedSize, ...]) -> ShrinkRecord:
-        """Describe a run before its losses are known; measures the speed of both models.
-
-        There is no shrunk model if no size stays within the limit.
+        There is no model if no size stays within the limit.
         """
-        checkpoint, certifier = self.opened.checkpoint, self.certifier
-        made = shrunk or ShrunkModel(None, (), (), (), None, 0.0)
-        after = None if shrunk is None else parameter_count(shrunk.model)
-        source = checkpoint.source
+        run, certifier = self.run, self.certifier
+        if shrunk is None:
+            nothing = ShrunkModel(None, (), (), (), None, 0.0)
+            record = self._record(nothing, certifier.certified(None, 1, run.limit, tested), Measured(), None, None)
+            return FinishedModel(record, None, self.work, certifier)
+        measured = self._measured(shrunk.model)
+        looks = plan_of(run, self.work, shrunk.removed, shrunk.candidates).looks(tested)
+        overwrite = overwrite or (out is not None and has_written(run.journal, out))
+        with self._checked(shrunk, out, overwrite, process) as checked:
+            found = None if checked is None else checked.found
+            if found is None:
+                with run.durations("certification"):
+                    found = certifier.run(shrunk.model)
+            certified = certifier.certified(found, looks, run.limit, tested)
+            record = self._record(shrunk, certified, measured, checked, out)
+            if checked is not None:
+                write_documents(checked, record, self.work.opened.checkpoint, run.journal, overwrite)
+        if out is not None:
+            run.message(f"model written to {out}")
+        return FinishedModel(record, shrunk.model, self.work, certifier)
+
+    @contextmanager
+    def _checked(
+        self, shrunk: ShrunkModel, out: str | Path | None, overwrite: bool, process: FreshProcess | None
+    ) -> Iterator[CheckedModel | None]:
+        """Write a model, and check what was written; it gets its name at the end of the block."""
+        run, opened = self.run, self.work.opened
+        if out is None:
+            yield None
+        elif isinstance(opened.stored, GgufLayout):
+            with checked_gguf(
+                shrunk, self.certifier, opened, out,
+                overwrite=overwrite, journal=run.journal, durations=run.durations, source=self.work.llama,
+            ) as made:  # fmt: skip
+                yield made
+        else:
+            with checked_directory(
+                shrunk.model, self.certifier, opened.checkpoint, opened.tokenizer, out,
+                overwrite=overwrite, device_map=run.settings.device_map, durations=run.durations, process=process,
+            ) as made:  # fmt: skip
+                yield made
+
+    def _measured(self, model: Any) -> Measured:
+        """Time both models, and let them answer the tasks; llama.cpp times a GGUF file when it is written."""
+        checkpoint, speed, memory, held = self.work.opened.checkpoint, None, None, None
+        if checkpoint.stream is None and not isinstance(self.work.opened.stored, GgufLayout):
+            self.run.progress(0, 1, "speed of both models")
+            smaller = as_dtype(model, checkpoint.model.dtype)
+            with self.run.durations("speed"):
+                speed, memory, held = compare_speed(checkpoint.model, smaller, self.certifier.inputs[:1])
+        return Measured(speed, memory, held, None if self.tasks is None else self.tasks.record(model))
+
+    def _record(
+        self,
+        shrunk: ShrunkModel,
+        certified: Certified,
+        measured: Measured,
+        checked: CheckedModel | None,
+        out: str | Path | None,
+    ) -> ShrinkRecord:
+        run, work = self.run, self.work
+        checkpoint, source = work.opened.checkpoint, work.opened.checkpoint.source
+        is_made = shrunk.model is not None
         record = ShrinkRecord(
             version=__version__,
             name=checkpoint.name,
             objective=checkpoint.objective,
             layers_before=checkpoint.layers,
-            layers_after=checkpoint.layers - len(made.removed),
-            removed=made.removed,
-            repaired=made.repaired,
-            **certifier.uncertified(self._limit, tested),
-            speed=None,
-            parameters=BeforeAfter(before=parameter_count(checkpoint.model), after=after),
-            bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
-            memory=None,
-            curve=() if shrunk is None else self.search.curve(made.removed, made.objective),
-            stages=made.stages,
-            recovery=made.recovery,
-            reload=None,
-            plan=self.plan(made.removed, made.candidates),
+            layers_after=checkpoint.layers - len(shrunk.removed),
+            removed=shrunk.removed,
+            repaired=shrunk.repaired,
+            loss=certified.loss,
+            texts=certified.texts,
+            accuracy=certified.accuracy,
+            guarantee=certified.guarantee,
+            speed=measured.speed if checked is None or checked.speed is None else checked.speed,
+            parameters=BeforeAfter(
+                before=parameter_count(checkpoint.model), after=parameter_count(shrunk.model) if is_made else None
+            ),
+            bytes=BeforeAfter(
+                before=None if source is None else weight_bytes(source), after=None if checked is None else checked.size
+            ),
+            memory=measured.memory,
+            curve=work.search.curve(shrunk.removed, shrunk.objective) if is_made else (),
+            stages=shrunk.stages,
+            durations=run.durations.seconds,
+            recovery=shrunk.recovery,
+            reload=None if checked is None else checked.reload,
+            evaluation=measured.evaluation,
+            plan=plan_of(run, work, shrunk.removed, shrunk.candidates),
             notes=(),
             versions={
                 "depthgauge": __version__,
@@ -465,19 +316,15 @@ class ShrinkRun:
                 "transformers": str(transformers().__version__),
                 "machine": platform.machine(),
             },
-            seconds=time.perf_counter() - self.started,
-            out=None,
+            seconds=time.perf_counter() - run.started,
+            out=None if out is None else str(out),
         )
-        if shrunk is None:
+        if not is_made:
             return record
-        notes = (*shrink_notes(record, self.opened, shrunk), *self.calibration.notes)
-        notes += (*self.search.refusals, *self.candidates.notes)
-        notes += self._recovery_advice() if checkpoint.stream is None else ()
-        if checkpoint.stream is not None or isinstance(self.opened.stored, GgufLayout):
-            return msgspec.structs.replace(record, notes=notes)  # llama.cpp times a GGUF file when it is written
-        self.progress(0, 1, "speed of both models")
-        dense, smaller = checkpoint.model, as_dtype(shrunk.model, checkpoint.model.dtype)
-        with self.durations("speed"):
-            speed, memory, kind = compare_speed(dense, smaller, certifier.inputs[:1])
-        notes += (f"memory: {kind}",)
-        return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
+        notes = [
+            *shrink_warnings(record), *shrink_notes(record, work.opened, shrunk), *work.windows.notes,
+            *work.search.refusals, *self.candidates.notes, *training_advice(run, work),
+        ]  # fmt: skip
+        notes += [f"memory: {measured.held}"] if measured.held is not None else []
+        notes += [] if checked is None else checked.notes
+        return msgspec.structs.replace(record, notes=tuple(notes))
