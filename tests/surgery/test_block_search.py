@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from depthgauge.surgery.block_search import RUN, Search
 from tiny_models import tiny_model, tokens
 
 from depthgauge.base.journal import Journal
 from depthgauge.checkpoints.load import wrap
 from depthgauge.results.shrink_record import SearchStep
+from depthgauge.surgery.block_search import RUN, Search
 from depthgauge.surgery.student import Effort, Student
 
 WIDE = Effort(8, 4, 60, 4, 10**6, 0, 1, 5)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from depthgauge.surgery.block_search import GREEDY, PEERS, Search
 from tiny_models import DECODERS, MODELS, tiny_model
 from trained_models import objective_of, sequences, trained_model
 
@@ -19,6 +18,7 @@ from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import candidates as module
+from depthgauge.surgery.block_search import GREEDY, PEERS, Search
 from depthgauge.surgery.candidates import Candidates, Repaired, difference
 from depthgauge.surgery.shrunk_model import make_model
 from depthgauge.surgery.student import Effort, Student

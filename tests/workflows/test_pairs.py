@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from depthgauge.surgery.block_search import Search
 from tiny_checkpoints import save_checkpoint
 from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
 from trained_models import objective_of
@@ -34,6 +33,7 @@ from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import repair
+from depthgauge.surgery.block_search import Search
 from depthgauge.surgery.candidates import Candidates, block_weights, put_weights, train
 from depthgauge.surgery.student import EFFORT, Student
 
