@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,18 +200,3 @@ def test_the_verdict_says_its_numbers_as_the_tables_do() -> None:
         == f"2 layers; 1 is enough within {number(error)} for every input up to 1e-5 (proved, corrected)"
     )
     assert not re.search(r"e[+-]?0", subject["verdict"])
-
-
-def test_a_longer_duration_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates take 2, 2, 30, 30 and 30 seconds: the first estimate is too small, and the third corrects it."""
-    clock, durations, real = [0.0], iter((2, 2, 30, 30, 30)), module._sandwich
-
-    def sandwich(*given: Any) -> Any:
-        clock[0] += next(durations)
-        return real(*given)
-
-    monkeypatch.setattr(module, "_sandwich", sandwich)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    said: list[str] = []
-    gauge(dg.random_network(layers=2, heads=1, dim=4, eta=0.01), samples=1, tokens=4, message=said.append)
-    assert [re.findall(r"about (\d+ seconds) left", one) for one in said] == [["18 seconds"], ["60 seconds"]]

@@ -94,7 +94,7 @@ def gauge(
         else:
             from depthgauge.workflows.gauge_network import gauge_networks
 
-            settings, subjects = gauge_networks(found, asked, progress, message)
+            settings, subjects = gauge_networks(found, asked, progress)
             seconds = None
         result = GaugeResult(version=__version__, settings=settings, subjects=subjects, seconds=seconds)
         try:

@@ -1,14 +1,13 @@
 """Gauge networks: measure them on inputs, certify every method, find the effective depth."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.base.format import duration, number
+from depthgauge.base.format import number
 from depthgauge.base.progress import Step
 from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOptions, GaugeSettings
 from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, Sandwich
@@ -27,20 +26,16 @@ TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 """The tolerances at which effective depth is reported."""
 ATTACK: dict[str, Any] = {}
 """Options of the attack; the defaults, so that `gauge` and `collapse` report the same numbers."""
-WHOLE_OVER_FIRST = 9.0
-"""About how long all certificates and the effective depth take, in durations of the first certificate."""
-WORTH_TELLING = 5.0
-"""Seconds from which on the expected duration is reported."""
 
 
 def gauge_networks(
-    target: Target, options: GaugeOptions, progress: Step, message: Callable[[str], None]
+    target: Target, options: GaugeOptions, progress: Step
 ) -> tuple[GaugeSettings, tuple[NetworkSubject, ...]]:
     """Gauge the networks of a target; return the options with their defaults filled in, and one subject per network."""
     settings = _settings(target, options)
     networks = target.networks()
     inputs = [_inputs(settings, network) for network in networks]
-    subjects = [_subject(network, x, settings, progress, message) for network, x in zip(networks, inputs, strict=True)]
+    subjects = [_subject(network, x, settings, progress) for network, x in zip(networks, inputs, strict=True)]
     return settings, tuple(subjects)
 
 
@@ -64,7 +59,6 @@ def _subject(
     x: Float[Tensor, "samples tokens dim"],
     settings: GaugeSettings,
     progress: Step,
-    message: Callable[[str], None],
 ) -> NetworkSubject:
     """Measure one network, certify every method on the box of the inputs, and find the effective depth."""
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
@@ -73,17 +67,9 @@ def _subject(
         foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
         bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
         sandwiches: list[Sandwich] = []
-        longest = announced = 0.0
         for index, method in enumerate(CLOSED_FORMS):
             progress(index, len(CLOSED_FORMS), f"certifying {method}")
-            started = time.perf_counter()
             sandwiches.append(_sandwich(network, method, radius, bounds))
-            now = time.perf_counter()
-            longest = max(longest, now - started)
-            left = seconds_left(index, longest)
-            if left > WORTH_TELLING and now + left / 2 > announced:  # nothing was announced, or much less
-                message(f"certifying {network.name}: about {duration(left)} left")
-                announced = now + left
         depths = [] if bounds is None else _depths(network, x, bounds, progress)
         return NetworkSubject(
             name=network.name,
@@ -96,16 +82,6 @@ def _subject(
             depth=tuple(depths),
             printed=printed_bound(network, radius),
         )
-
-
-def seconds_left(done: int, longest: float) -> float:
-    """Return about how long the other certificates and the effective depth take.
-
-    The first certificate is the simplest one: all the rest takes about `WHOLE_OVER_FIRST` times as long. Later, every
-    other certificate is expected to take as long as `longest`, the seconds of the longest so far. `done` is the index
-    of the last finished certificate.
-    """
-    return longest * (WHOLE_OVER_FIRST if done == 0 else len(CLOSED_FORMS) - 1 - done)
 
 
 def _depths(
