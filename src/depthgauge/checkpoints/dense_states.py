@@ -5,7 +5,7 @@ States are kept on the GPU, in memory or on disk, whichever has room.
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -82,10 +82,6 @@ class DenseStates:
     def at(self, layer: int) -> Float[Tensor, "windows n d"]:
         """Return X_ℓ."""
         return self._room[self._kept.index(layer)]
-
-    def mean(self, score: Callable[[Tensor, Tensor], float], before: int, after: int) -> float:
-        """Return the mean over all windows of a score of the states at two depths."""
-        return score(self.at(before), self.at(after))
 
     @property
     def final(self) -> Float[Tensor, "windows n d"]:

@@ -1,6 +1,7 @@
 """Processes that help process 0 to train: it sends them both models, the windows and their order.
 
-They read no files, and wait between two trainings. Process 0 decides everything, and says when it has finished.
+They read no files but the saved state of a training, and wait between two trainings. Process 0 decides everything, and
+says when it has finished.
 """
 
 import copy

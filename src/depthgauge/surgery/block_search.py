@@ -27,7 +27,7 @@ GIVEN = "given blocks"
 
 def by_influence(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed:
     """Return the `count` allowed blocks with the smallest block influence (ShortGPT)."""
-    influence = {k: dense.mean(block_influence, k, k + 1) for k in allowed}
+    influence = {k: block_influence(dense.at(k), dense.at(k + 1)) for k in allowed}
     return tuple(sorted(sorted(allowed, key=influence.__getitem__)[:count]))
 
 
@@ -39,7 +39,7 @@ def by_angle(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed 
 def runs_by_angle(dense: DenseStates, count: int, allowed: Sequence[int]) -> list[Removed]:
     """Return all runs of `count` adjacent allowed blocks, in the order of the angular distances across them."""
     starts = [k for k in range(dense.layers - count + 1) if {*range(k, k + count)} <= {*allowed}]
-    starts.sort(key=lambda k: dense.mean(angular_distance, k, k + count))
+    starts.sort(key=lambda k: angular_distance(dense.at(k), dense.at(k + count)))
     return [tuple(range(k, k + count)) for k in starts]
 
 
