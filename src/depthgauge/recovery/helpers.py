@@ -41,8 +41,16 @@ class SentTraining:
 
 def send_training(pair: Pair, weights: Sequence[nn.Parameter], order: Sequence[int], training: Training) -> None:
     """Let the other processes, if there are any, call `distil` with these arguments, as this one is about to do."""
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        sent, tensors = packed(pair, weights, order, training)
+        _broadcast(sent)
+        _share(tensors, sent.places)
+
+
+def packed(
+    pair: Pair, weights: Sequence[nn.Parameter], order: Sequence[int], training: Training
+) -> tuple[SentTraining, list[Tensor]]:
+    """Return a training without the numbers of the models, and the tensors that have them."""
     found = {id(one): one for one in (*pair.parameters(), *pair.buffers())}
     empty = {key: _empty(one) for key, one in found.items()}
     first: dict[Any, int] = {}
@@ -54,8 +62,7 @@ def send_training(pair: Pair, weights: Sequence[nn.Parameter], order: Sequence[i
     student, teacher = copy.deepcopy(tuple(replace(one, source=None) for one in pair.checkpoints), {**empty})
     chosen = [numbers[id(one)] for one in weights]
     sent = SentTraining((student, teacher), [*empty.values()], places, chosen, pair.windows, order, training)
-    _broadcast(sent)
-    _share([*found.values()], places)
+    return sent, [*found.values()]
 
 
 def help_train() -> None:
@@ -81,13 +88,17 @@ def help_train() -> None:
 
 def _train(sent: SentTraining) -> None:
     """Receive the numbers of both models, and train with them."""
-    tensors = sent.tensors
-    for number, (one, (shape, device, first)) in enumerate(zip(tensors, sent.places, strict=True)):
-        is_first = first == number
-        one.data = torch.empty(shape, dtype=one.dtype, device=device) if is_first else tensors[first].data
-    _share(tensors, sent.places)
-    weights = [tensors[number] for number in sent.weights]
+    unpack(sent)
+    _share(sent.tensors, sent.places)
+    weights = [sent.tensors[number] for number in sent.weights]
     distil(Pair(*sent.models, sent.windows), weights, sent.order, sent.training)
+
+
+def unpack(sent: SentTraining) -> None:
+    """Give the tensors of a training their memory, whose numbers come later."""
+    for number, (one, (shape, device, first)) in enumerate(zip(sent.tensors, sent.places, strict=True)):
+        is_first = first == number
+        one.data = torch.empty(shape, dtype=one.dtype, device=device) if is_first else sent.tensors[first].data
 
 
 def dismiss() -> None:
