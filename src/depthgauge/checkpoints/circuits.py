@@ -154,42 +154,30 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
 
 def projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return query, key, value `[d, width]` and output `[width, d]`, with heads in consecutive columns (rows)."""
+    paths = family.projections
+    assert paths is not None
     assert family.out is not None
-    read = [_matrix(module) for module in _projecting(block, family)]
-    return (*_by_kind(read, family, heads), _matrix(block.get_submodule(family.out)))
-
-
-def _projecting(block: nn.Module, family: Family) -> list[nn.Module]:
-    """Return the modules of query, key and value, or the one for all three."""
-    paths = family.projections
-    assert paths is not None
-    names = vars(paths).values() if isinstance(paths, Separate) else (paths.all,)
-    return [block.get_submodule(name) for name in names]
-
-
-def _by_kind(read: Sequence[Tensor], family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the columns of query, key and value, from three maps or from the one for all three."""
-    paths = family.projections
-    assert paths is not None
+    output = _matrix(block.get_submodule(family.out))
     if isinstance(paths, Separate):
-        query, key, value = read
-    elif paths.order == "thirds":  # the columns are q|k|v
-        query, key, value = read[0].chunk(3, dim=1)
+        query, key, value = (_matrix(block.get_submodule(path)) for path in (paths.query, paths.key, paths.value))
+        return query, key, value, output
+    fused = _matrix(block.get_submodule(paths.all))
+    if paths.order == "thirds":  # the columns are q|k|v
+        query, key, value = fused.chunk(3, dim=1)
     else:  # the columns are q|k|v of each head
-        d, width = read[0].shape
-        query, key, value = read[0].reshape(d, heads, 3, -1).permute(2, 0, 1, 3).reshape(3, d, width // 3)
-    return query, key, value
+        d, width = fused.shape
+        query, key, value = fused.reshape(d, heads, 3, -1).permute(2, 0, 1, 3).reshape(3, d, width // 3)
+    return query, key, value, output
 
 
 def _matrix(module: Any) -> Tensor:
-    """Return W of the map x ↦ xW; `nn.Linear` stores Wᵀ, transformers' `Conv1D` stores W."""
-    weight = _promoted(_whole(module.weight.detach()))
+    """Return W of the map x ↦ xW; `nn.Linear` stores Wᵀ, transformers' `Conv1D` stores W.
+
+    W has single precision, or double precision if the weight has it, so that it is not rounded.
+    """
+    weight = _whole(module.weight.detach())
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return weight.mT if isinstance(module, nn.Linear) else weight
-
-
-def _promoted(weight: Tensor) -> Tensor:
-    """Return a weight in single precision, or in double precision if it has it, without rounding."""
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
