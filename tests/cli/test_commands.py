@@ -18,8 +18,9 @@ from rich.console import Console
 import depthgauge as dg
 import depthgauge.workflows.gauge_network
 import depthgauge.workflows.target
-from depthgauge.cli.gauge_tables import profile_tables
 from depthgauge.cli.main import main
+from depthgauge.cli.print_document import part_lines
+from depthgauge.results.network_document import profile_part
 from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
 from depthgauge.theory.network.random_networks import uniform_inputs
 
@@ -203,7 +204,7 @@ def test_the_built_in_profiles_fit_eighty_columns() -> None:
             printed=PrintedTheorem(printed_bound=None, printed_log10=None, printed_applies=False),
         )
         console = Console(width=80, file=io.StringIO())
-        for part in profile_tables(subject, 80):
+        for part in part_lines(profile_part(subject), 80):
             console.print(part)
         lines += console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80

@@ -12,7 +12,8 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_pairs import save_paired
 from tiny_vision import save_vision
 
-from depthgauge.cli.evaluate_tables import evaluate_tables
+from depthgauge.cli.print_document import section_lines
+from depthgauge.results.evaluate_document import evaluate_document
 from depthgauge.results.evaluate_record import check_evaluate
 
 Typed = Callable[..., tuple[int, str, str]]
@@ -104,7 +105,7 @@ def test_other_models_are_refused_without_advice_about_options_that_evaluate_lac
 @pytest.mark.parametrize("width", [60, 100, 200])
 def test_the_tables_fit_and_show_names_literally(width: int) -> None:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for part in evaluate_tables(evaluation("./model", HOSTILE), width):
+    for part in section_lines(evaluate_document(evaluation("./model", HOSTILE)).sections[0], width):
         console.print(part, highlight=False)
     console.file.close()
     text = console.export_text()
@@ -114,5 +115,8 @@ def test_the_tables_fit_and_show_names_literally(width: int) -> None:
 
 
 def test_one_model_has_no_differences() -> None:
-    text = [str(getattr(part, "title", part)) for part in evaluate_tables(evaluation("./alone"), 120)]
+    text = [
+        str(getattr(part, "title", part))
+        for part in section_lines(evaluate_document(evaluation("./alone")).sections[0], 120)
+    ]
     assert not any("With confidence" in line for line in text)

@@ -29,8 +29,9 @@ from shrink_documents import (
 
 from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.cli.main import main
-from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
+from depthgauge.cli.print_document import section_lines
 from depthgauge.report.write import write_report
+from depthgauge.results.shrink_document import plan_section, shrink_document
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan
 
@@ -180,7 +181,7 @@ def test_plan_only_searches_and_writes_the_plan(run: Run, workflow: Workflow, tm
     assert workflow.called == "plan_shrink"
     assert workflow.given["out"] == Path("plan.json")
     assert read_plan(tmp_path / "plan.json") == check_shrink(DOCUMENT).plan
-    assert "▓ removed layers: 10, 12, 13, 14, 16, 21, 25" in outcome.out
+    assert "removed: 10, 12–14, 16, 21, 25." in outcome.out
     assert outcome.err == "about 5 minutes\nplan written to plan.json; use it with --from-plan\n"
     outcome = run("model", "--remove", "7", "--plan-only", "plan.json", "--json", "--overwrite")
     assert json.loads(outcome.out) == json.loads((tmp_path / "plan.json").read_text())
@@ -260,8 +261,9 @@ def test_narrow_terminals_show_the_numbers_of_wide_ones(make: Callable[[], dict[
 
     def printed(width: int) -> str:
         console = Console(width=width, file=io.StringIO())
-        for part in (*shrink_tables(record, width), *plan_tables(record.plan, width)):
-            console.print(part, highlight=False)
+        for section in (shrink_document(record).sections[0], plan_section(record.plan)):
+            for line in section_lines(section, width):
+                console.print(line, highlight=False)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 

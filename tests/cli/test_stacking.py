@@ -8,10 +8,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from depthgauge.cli.gauge_tables import checkpoint_tables, network_tables
+from depthgauge.cli.print_document import section_lines
 from depthgauge.cli.stacking import Column, stacked
+from depthgauge.results.gauge_document import gauge_document
 from depthgauge.results.gauge_record import read_result
-from depthgauge.results.network_subject import NetworkSubject
 
 DATA = Path(__file__).parents[1] / "data" / "documents"
 
@@ -31,11 +31,10 @@ def numbers(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gauge-decoder", "gauge-encoder", "gauge-weights", "gauge-network", "gauge-norm"])
 def test_narrow_terminals_show_the_numbers_of_wide_ones(name: str) -> None:
-    (subject,) = read_result(DATA / f"{name}.json").subjects
-    tables = network_tables if isinstance(subject, NetworkSubject) else checkpoint_tables
-    wide = printed(tables(subject, 200), 200)
+    (section,) = gauge_document(read_result(DATA / f"{name}.json")).sections
+    wide = printed(section_lines(section, 200), 200)
     for width in (60, 80, 120):
-        text = printed(tables(subject, width), width)
+        text = printed(section_lines(section, width), width)
         assert max(map(cell_len, text.splitlines())) <= width
         assert "…" not in text
         # A stacked table repeats its key column, so compare sets.
@@ -43,8 +42,9 @@ def test_narrow_terminals_show_the_numbers_of_wide_ones(name: str) -> None:
 
 
 def test_refused_methods_print_their_reason_once() -> None:
-    (subject,) = read_result(DATA / "gauge-norm.json").subjects
-    text = " ".join(printed(network_tables(subject, 80), 80).split())
+    record = read_result(DATA / "gauge-norm.json")
+    (subject,), (section,) = record.subjects, gauge_document(record).sections
+    text = " ".join(printed(section_lines(section, 80), 80).split())
     reason = next(str(row.refused) for row in subject.collapse if row.refused)
     assert text.count(f"does not apply, because {reason}") == 1
 

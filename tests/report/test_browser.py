@@ -195,8 +195,8 @@ def test_tables_and_the_command_are_copied_whole(opened):
     page.click("#s0-sandwich .copy")
     expect(page.locator("#s0-sandwich .copy")).to_have_text("Copied")
     rows = [line.split("\t") for line in page.evaluate("navigator.clipboard.readText()").splitlines()]
-    assert rows[0] == ["method", "attained", "proved", "ratio", "how it was proved", "seconds"]
-    assert rows[1] == ["identity", "0.01", "0.02", "2.0", "joint; a note", "2.0"]
+    assert rows[0] == ["method", "attained", "proved", "ratio", "Theorem D.1", "how it was proved", "seconds"]
+    assert rows[1] == ["identity", "0.01", "0.02", "2.0", "0.25", "joint; a note", "2.0"]
     assert rows[3][:4] == ["mean-field", "0.001", "", ""]
     assert len(rows) == 5
     page.click("#s0-heads .copy")

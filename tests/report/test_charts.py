@@ -10,12 +10,18 @@ import msgspec
 import pytest
 
 from depthgauge.base.format import number
-from depthgauge.report.network_section import depth_chart, sandwich_chart, share_measures
-from depthgauge.report.page import section
-from depthgauge.report.page_parts import head_map, residual_curve
+from depthgauge.report.charts import draw
+from depthgauge.results.document import Chart, Place
+from depthgauge.results.gauge_document import gauge_section
 from depthgauge.results.gauge_record import check_result, read_result
+from depthgauge.results.layer_parts import head_map, residual_curve
+from depthgauge.results.network_document import depth_chart, sandwich_chart, share_measures
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
+
+
+def drawn(chart: Chart, index: int = 0) -> dict[str, Any]:
+    return draw(chart.views[index], chart.height)
 
 
 def roles(value: Any, key: str = "") -> set[str]:
@@ -37,11 +43,11 @@ def resolved(value: Any, key: str = "") -> Any:
 @pytest.fixture
 def figures(record):
     return [
-        choice.figure
+        {key: drawn(part.chart, k)[key] for key in ("data", "layout")}
         for subject in record.subjects
-        for part in section(subject, record.settings).parts
+        for part in gauge_section(subject, record.settings).parts_at(Place.PAGE)
         if part.chart is not None
-        for choice in part.chart.views
+        for k in range(len(part.chart.views))
     ]
 
 
@@ -87,9 +93,9 @@ def test_words_and_marks_stand_out_and_shades_have_an_order():
 
 def test_the_heat_map_shows_the_measure_with_gaps_where_there_is_no_head(document, record):
     chart = head_map(record.subjects[0].layers, share_measures(record.subjects[0].collapse))
-    by_name = {choice.name: choice for choice in chart.views}
+    by_name = {choice.name: draw(choice, chart.height) for choice in chart.views}
     assert [choice.group for choice in chart.views] == ["Measured"] * 11 + ["Proved"] * 2
-    trace = by_name["score range θ"].figure["data"][0]
+    trace = by_name["score range θ"]["data"][0]
     layers = document["subjects"][0]["layers"]
     assert trace["z"] == [
         [layer["heads"][0]["score_range"] for layer in layers],
@@ -97,11 +103,11 @@ def test_the_heat_map_shows_the_measure_with_gaps_where_there_is_no_head(documen
     ]
     assert trace["zmax"] == layers[2]["heads"][1]["score_range"]
     assert trace["hovertext"][1][2] == f"layer 2 · head 1<br>score range θ <b>{number(trace['z'][1][2])}</b>"
-    assert by_name["score range θ"].alt.endswith("Here from 0.002 (layer 0, head 0) to 0.009 (layer 2, head 1).")
-    assert by_name["score range θ"].figure["data"][0]["zmin"] == 0
-    contraction = by_name["contraction"].figure["data"][0]
+    assert by_name["score range θ"]["alt"].endswith("Here from 0.002 (layer 0, head 0) to 0.009 (layer 2, head 1).")
+    assert by_name["score range θ"]["data"][0]["zmin"] == 0
+    contraction = by_name["contraction"]["data"][0]
     assert contraction["z"][1][0] is None
-    share = by_name["share of the bound, identity"].figure["data"][0]
+    share = by_name["share of the bound, identity"]["data"][0]
     assert share["z"] == [[0.2, 0.25, 0.25], [0.3, None, 0.0]]
     assert "<b>30.0 %</b>" in share["hovertext"][1][0]
 
@@ -109,7 +115,7 @@ def test_the_heat_map_shows_the_measure_with_gaps_where_there_is_no_head(documen
 def test_many_layers_are_labelled_in_steps(document):
     subject = document["subjects"][0]
     subject["layers"] = [{**subject["layers"][0], "index": k} for k in range(40)]
-    axis = head_map(check_result(document).subjects[0].layers).views[0].figure["layout"]["xaxis"]
+    axis = drawn(head_map(check_result(document).subjects[0].layers))["layout"]["xaxis"]
     assert axis["tickvals"] == [str(k) for k in range(0, 40, 3)]
 
 
@@ -120,18 +126,19 @@ def test_colours_show_differences_at_every_size(document):
         head["entropy"] = 4.0 + 0.01 * k  # nearly constant
         head["score_range"] = 10.0 ** (-k)  # several decades
         head["tv_max"] = 0.2 * (k + 1)
-    choices = {choice.name: choice for choice in head_map(check_result(document).subjects[0].layers).views}
+    chart = head_map(check_result(document).subjects[0].layers)
+    choices = {choice.name: draw(choice, chart.height) for choice in chart.views}
 
     def scale(name):
-        trace = choices[name].figure["data"][0]
+        trace = choices[name]["data"][0]
         return trace["zmin"], trace["zmax"], trace["colorbar"]["ticktext"]
 
     assert scale("distance from averaging") == (0.0, pytest.approx(5e-5), ["0", "5e-5"])
     assert scale("entropy") == (4.0, pytest.approx(4.04), ["4", "4.04"])
     assert scale("score range θ") == (pytest.approx(-4), pytest.approx(0), ["0.0001", "1"])
-    assert "The colours are logarithmic." in choices["score range θ"].note
+    assert "The colours are logarithmic." in choices["score range θ"]["note"]
     assert scale("distance from averaging, worst row")[:2] == (0.0, 1.0)
-    z = choices["score range θ"].figure["data"][0]["z"]
+    z = choices["score range θ"]["data"][0]["z"]
     assert sorted(value for row in z for value in row if value is not None) == pytest.approx([-4, -3, -2, -1, 0])
 
 
@@ -144,26 +151,26 @@ def test_the_residual_of_a_checkpoint_is_shown_about_the_mean_first():
 def test_a_checkpoint_shows_the_measures_it_has(record):
     chart = head_map(record.subjects[2].layers)
     assert [choice.name for choice in chart.views] == ["attention on the first token", "largest weight η"]
-    assert chart.views[0].figure["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
+    assert drawn(chart)["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
     assert residual_curve(record.subjects[2]) is None
 
 
 def test_the_residual_curve_runs_from_the_input_and_takes_a_log_axis_when_it_falls(document):
     subject = document["subjects"][0]
     chart = residual_curve(check_result(document).subjects[0])
-    figure = chart.views[1].figure
+    figure = drawn(chart, 1)
     assert figure["data"][1]["x"] == ["in", "0", "1", "2"]
     states = [subject["input"], *subject["layers"]]
     assert figure["data"][1]["y"] == [state["residual"]["mean"]["frobenius"]["ratio"] for state in states]
     assert figure["layout"]["yaxis"]["type"] == "log"
     for layer in subject["layers"]:
         layer["residual"] = subject["input"]["residual"]
-    assert "type" not in residual_curve(check_result(document).subjects[0]).views[0].figure["layout"]["yaxis"]
+    assert "type" not in drawn(residual_curve(check_result(document).subjects[0]))["layout"]["yaxis"]
 
 
 def test_the_sandwich_marks_what_is_refused_and_what_is_infinite(record):
     subject = record.subjects[0]
-    figure = sandwich_chart(subject.collapse, subject.printed).views[0].figure
+    figure = drawn(sandwich_chart(subject.collapse, subject.printed))
     link, lower, upper = figure["data"]
     assert lower["x"] == [0.01, 0.3, 0.001]
     assert upper["x"] == [0.02, 0.5]
@@ -178,14 +185,14 @@ def test_the_sandwich_marks_what_is_refused_and_what_is_infinite(record):
 def test_log_axes_have_a_few_finite_ticks(record, values):
     subject = record.subjects[0]
     row = msgspec.structs.replace(subject.collapse[0], lower=values[0], upper=values[1])
-    axis = sandwich_chart([row], subject.printed).views[0].figure["layout"]["xaxis"]
+    axis = drawn(sandwich_chart([row], subject.printed))["layout"]["xaxis"]
     assert 1 <= len(axis["tickvals"]) <= 8
     assert all(0 < tick < math.inf for tick in axis["tickvals"])
     assert len(axis["ticktext"]) == len(axis["tickvals"])
 
 
 def test_depth_shows_certified_next_to_measured(record):
-    proved, measured = depth_chart(record.subjects[0].depth, 3).views[0].figure["data"]
+    proved, measured = drawn(depth_chart(record.subjects[0].depth, 3))["data"]
     assert (proved["name"], measured["name"]) == ("proved for every input", "measured on the inputs")
     assert measured["y"] == [1, 2]
     assert proved["x"] == ["0.1", "1e-6"]

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
+from depthgauge.report.charts import draw
 from depthgauge.report.page import render
 from depthgauge.report.write import write_report
+from depthgauge.results.checkpoint_document import checkpoint_facts, checkpoint_parts
+from depthgauge.results.document import Place
 from depthgauge.results.gauge_record import check_result
 from depthgauge.results.labels import SCORES, WHAT_IFS
 
@@ -62,25 +64,25 @@ def document() -> dict[str, Any]:
 
 def test_what_is_shown_is_what_was_measured(document: dict[str, Any]) -> None:
     (subject,) = check_result(document).subjects
-    parts = {part.name: part for part in checkpoint_parts(subject)}
+    parts = {part.name: part for part in checkpoint_parts(subject) if Place.PAGE in part.place}
     assert list(parts) == ["what-if", "trust", "residual", "heads", "notes"]
     bars = parts["what-if"].chart.views
     assert [choice.name for choice in bars] == [what_if.label for what_if in WHAT_IFS.values()]
-    (trace,) = bars[0].figure["data"]
+    (trace,) = draw(bars[0], 340)["data"]
     assert trace["y"] == [0.5, 1.5, 2.5, 3.5]
     assert trace["error_y"]["array"] == pytest.approx([0.2] * 4)
     assert trace["error_y"]["arrayminus"] == pytest.approx([0.1] * 4)
     assert "Smallest at layer 0 (0.5), largest at layer 3 (3.5)." in bars[0].note
-    assert bars[-1].figure["data"][0]["y"][-1] is None  # the last layer has no neighbour
-    assert parts["what-if"].table.rows[1][:4] == (1, 1.5, 1.4, 1.7)
-    (points,) = parts["trust"].chart.views[3].figure["data"]
+    assert draw(bars[-1], 340)["data"][0]["y"][-1] is None  # the last layer has no neighbour
+    assert parts["what-if"].table.values[1][:4] == [1, 1.5, 1.4, 1.7]
+    (points,) = draw(parts["trust"].chart.views[3], 340)["data"]
     assert points["y"] == [layer.what_if["mlp"].loss for layer in subject.layers]
     assert points["x"] == pytest.approx([0.01, 0.11, 0.21, 0.31])
-    assert parts["trust"].table.rows[0] == ("block influence (ShortGPT)", "skip block", 0.8)
-    maps = {choice.name: choice.figure["data"][0]["z"] for choice in parts["heads"].chart.views}
+    assert parts["trust"].table.values[0] == ["block influence (ShortGPT)", "skip block", 0.8]
+    maps = {choice.name: draw(choice, 300)["data"][0]["z"] for choice in parts["heads"].chart.views}
     assert maps["error of the best static pattern"] == [[0.125] * 4] * 2
     assert maps["attention on the first token"] == [[0.25] * 4] * 2
-    assert parts["notes"].caption == "something is missing"
+    assert parts["notes"].statements[-1] == "note: something is missing"
     facts = dict(checkpoint_facts(subject))
     assert facts["loss, intact"] == "3.5 nats per token"
     assert facts["heads per layer"] == "2, 1 for keys and values"
@@ -132,7 +134,7 @@ def test_layers_may_lack_a_measurement(document: dict[str, Any], key: str, empty
     if key == "residual":
         document["subjects"][0]["input"] = {}
     assert part not in parts_of(document)
-    points = [trace["x"] for choice in parts_of(document)["trust"].chart.views for trace in choice.figure["data"]]
+    points = [trace["x"] for choice in parts_of(document)["trust"].chart.views for trace in draw(choice, 340)["data"]]
     assert all(x == [] for x in points) == (key in ("what_if", "scores"))
 
 

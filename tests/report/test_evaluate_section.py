@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from evaluate_documents import HOSTILE, document, evaluation
 
-from depthgauge.report.evaluate_section import evaluate_page, evaluate_parts
+from depthgauge.report.charts import draw
 from depthgauge.report.page import render
 from depthgauge.report.write import write_report
+from depthgauge.results.document import Place
+from depthgauge.results.evaluate_document import evaluate_document, evaluate_parts
 
 
 def traces(record: Any, name: str) -> list[dict[str, Any]]:
     part = next(part for part in evaluate_parts(record) if part.name == name)
     assert part.chart is not None
     (view,) = part.chart.views
-    return view.figure["data"]
+    return draw(view, part.chart.height)["data"]
 
 
 def test_the_bars_are_the_accuracies() -> None:
@@ -32,7 +34,7 @@ def test_more_models_than_colours_are_the_groups_of_the_bars() -> None:
     assert len(found) == len(record.tasks) + 1  # the mean
     for bars, results in zip(found, (*(task.results for task in record.tasks), record.mean), strict=True):
         assert bars["x"] == pytest.approx([100 * one.accuracy for one in results])
-    assert evaluate_page(record).sections[0].name == "a and 6 other models"
+    assert evaluate_document(record).sections[0].name == "a and 6 other models"
 
 
 def test_the_differences_have_their_intervals_and_bounds() -> None:
@@ -48,11 +50,16 @@ def test_the_differences_have_their_intervals_and_bounds() -> None:
 
 
 def test_one_model_has_no_differences_and_a_text_no_chart() -> None:
-    assert [part.name for part in evaluate_parts(evaluation("a"))] == ["accuracy", "perplexity", "remarks"]
+    parts = evaluate_parts(evaluation("a"))
+    assert [part.name for part in parts if Place.PAGE in part.place] == [
+        "accuracy",
+        "perplexity",
+        "remarks",
+    ]
 
 
 def test_the_command_reproduces_it_and_names_are_escaped() -> None:
-    page = evaluate_page(evaluation("./model", "-odd name"))
+    page = evaluate_document(evaluation("./model", "-odd name"))
     words = shlex.split(page.command)
     assert words[:2] == ["depthgauge", "evaluate"]
     assert words[-3:] == ["--", "./model", "-odd name"]

@@ -13,7 +13,8 @@ from playwright.sync_api import expect
 
 import depthgauge as dg
 from depthgauge.cli.main import main
-from depthgauge.report.monitor_section import MOST_STEPS, monitor_page, shown_probes, step_maps
+from depthgauge.report.charts import draw
+from depthgauge.results.monitor_document import MOST_STEPS, monitor_document, shown_probes, step_maps
 from depthgauge.results.monitor_labels import ALARM_LABELS, QUANTITIES, monitor_verdict
 
 
@@ -36,7 +37,8 @@ def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> Non
     groups = [quantity.group for quantity in QUANTITIES.values()]
     assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)  # the menu lists each group once
     for choice, quantity in zip(chart.views, QUANTITIES.values(), strict=True):
-        traces = choice.figure["data"]
+        figure = draw(choice, chart.height)
+        traces = figure["data"]
         heat = traces[0]
         assert heat["x"] == [str(probe.step) for probe in probes()]
         assert len(heat["z"]) == LAYERS
@@ -51,11 +53,11 @@ def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> Non
         assert [(x, y) for t in crosses for x, y in zip(t["x"], t["y"], strict=True)] == [
             (str(a.step), str(a.layer)) for a in judged
         ]
-        assert len(choice.figure["layout"]["shapes"]) == len({a.step for a in judged})
+        assert len(figure["layout"]["shapes"]) == len({a.step for a in judged})
 
 
 def test_the_page_states_the_verdict_the_facts_and_the_alarms(log: Path) -> None:
-    page = monitor_page(dg.results.read_log(log))
+    page = monitor_document(dg.results.read_log(log))
     (section,) = page.sections
     assert section.name == "run-7"
     assert section.verdict.startswith(
@@ -74,7 +76,7 @@ def test_the_page_states_the_verdict_the_facts_and_the_alarms(log: Path) -> None
 
 def test_the_depth_is_within_an_increase_of_the_loss(log: Path, tmp_path: Path) -> None:
     def caption(folder: Path) -> str:
-        parts = monitor_page(dg.results.read_log(folder)).sections[0].parts
+        parts = monitor_document(dg.results.read_log(folder)).sections[0].parts
         return next(part.caption for part in parts if part.name == "depth")
 
     assert caption(log) == (
@@ -88,10 +90,10 @@ def test_the_depth_is_within_an_increase_of_the_loss(log: Path, tmp_path: Path) 
 def test_a_run_without_probes_and_one_without_alarms(tmp_path: Path) -> None:
     empty = dg.results.read_log(write_log(tmp_path / "a", count=0))
     assert monitor_verdict(empty) == "nothing was measured yet"
-    assert [part.name for part in monitor_page(empty).sections[0].parts] == ["alarms"]
+    assert [part.name for part in monitor_document(empty).sections[0].parts] == ["alarms"]
     quiet = dg.results.read_log(write_log(tmp_path / "b", count=2))
     assert monitor_verdict(quiet).endswith("; no alarm")
-    assert monitor_page(quiet).sections[0].parts[0].caption == "No alarm was raised."
+    assert monitor_document(quiet).sections[0].parts[0].caption == "No alarm was raised."
 
 
 def test_a_long_run_shows_evenly_spaced_probes_and_all_alarms(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_long_run_shows_evenly_spaced_probes_and_all_alarms(tmp_path: Path) ->
     steps = [probe.step for probe in shown_probes(many)]
     assert MOST_STEPS <= len(steps) <= MOST_STEPS + 1
     assert {0, 501, 999} <= set(steps)
-    assert "not on this page" in monitor_page(many).sections[0].parts[1].caption
+    assert "not on this page" in monitor_document(many).sections[0].parts[1].caption
 
 
 def test_the_command_makes_the_page(

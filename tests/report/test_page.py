@@ -15,8 +15,9 @@ import depthgauge as dg
 from depthgauge.base.errors import InputError, MissingPackageError, OutputError
 from depthgauge.base.format import printable
 from depthgauge.cli.main import main
-from depthgauge.report.markup import Table
-from depthgauge.report.page import gauge_command, render, section, templates
+from depthgauge.report.page import render, templates
+from depthgauge.results.document import Table
+from depthgauge.results.gauge_document import gauge_command, gauge_section
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import check_result
 
@@ -53,21 +54,21 @@ def test_one_subject_needs_no_overview(document):
     assert "1 network gauged with depthgauge 0.1.0" in page
 
 
-def test_the_caption_states_what_theorem_d1_prints(document):
+def test_the_table_states_what_theorem_d1_prints(document):
     subject = document["subjects"][0]
 
-    def caption() -> str:
+    def cell() -> str:
         record = check_result(document)
-        parts = section(record.subjects[0], record.settings).parts
-        return next(part.caption for part in parts if part.name == "sandwich")
+        parts = gauge_section(record.subjects[0], record.settings).parts
+        return next(part.table.values[1][4] for part in parts if part.name == "sandwich")
 
-    assert "prints is 0.25; last-layer, the network it constructs, exceeds it." in caption()
+    assert cell() == "0.25: false"
     subject["collapse"][1]["lower"] = 0.2
-    assert caption().endswith("The bound that Theorem D.1 of paper A prints is 0.25.")
+    assert cell() == "0.25"
     subject["printed"] = {"printed_bound": None, "printed_log10": 1679.4, "printed_applies": False}
-    assert caption().endswith("prints is 1e1679; its conditions do not hold here.")
+    assert cell() == "(1e1679)"
     subject["printed"]["printed_log10"] = None
-    assert "prints overflows" in caption()
+    assert cell() == "(overflows)"
 
 
 def test_where_depth_is_not_defined_the_page_says_so(document):

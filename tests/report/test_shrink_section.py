@@ -27,11 +27,12 @@ from shrink_documents import (
 )
 
 from depthgauge.base.errors import InputError
+from depthgauge.report.charts import draw
 from depthgauge.report.page import render
-from depthgauge.report.page_parts import PagePart
-from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts, sizes_part
 from depthgauge.report.write import write_report
+from depthgauge.results.document import Part
 from depthgauge.results.record import ResultError
+from depthgauge.results.shrink_document import shrink_command, shrink_document, shrink_facts, shrink_parts, sizes_part
 from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
 from depthgauge.results.shrink_verdicts import shrink_verdict, times_sentence
 
@@ -46,14 +47,14 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def parts_of(document: dict[str, Any]) -> dict[str, PagePart]:
+def parts_of(document: dict[str, Any]) -> dict[str, Part]:
     return {part.name: part for part in shrink_parts(check_shrink(document))}
 
 
-def traces(part: PagePart) -> list[dict[str, Any]]:
+def traces(part: Part) -> list[dict[str, Any]]:
     assert part.chart is not None
     (choice,) = part.chart.views
-    return choice.figure["data"]
+    return draw(choice, part.chart.height)["data"]
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_the_increases_by_text_have_error_bars() -> None:
     assert bars["error_x"]["array"] == pytest.approx([0.0437] * 4)
     assert bars["error_x"]["arrayminus"] == pytest.approx([0.041] * 4)
     table = parts_of(DOCUMENT)["texts"].table
-    assert table.rows[2] == ("sampled from the model", 24, *(DOCUMENT["texts"][2][k] for k in table_keys))
+    assert tuple(table.values[2]) == ("sampled from the model", 24, *(DOCUMENT["texts"][2][k] for k in table_keys))
     (bars,) = traces(parts_of(encoder())["texts"])
     assert bars["error_x"]["array"][1] == bars["error_x"]["arrayminus"][1] == 0.0  # no interval is known
 
@@ -131,27 +132,27 @@ def test_the_guarantee_is_stated_with_its_assumption() -> None:
     assert bars["y"] == [0.1431, 0.1823, 0.2377, 0.3519]
     assert len(set(bars["marker"]["color"][:3])) == 1
     assert bars["marker"]["color"][3] != bars["marker"]["color"][2]
-    (line,) = part.chart.views[0].figure["layout"]["shapes"]
+    (line,) = draw(part.chart.views[0], part.chart.height)["layout"]["shapes"]
     assert line["y0"] == line["y1"] == 0.25
     assert part.table.rows == ((1, 0.1431, "yes"), (2, 0.1823, "yes"), (3, 0.2377, "yes"), (4, 0.3519, "no"))
-    assert part.table_open
+    assert part.table.is_open
     assert part.caption == ASSUMPTION
 
 
 def test_without_a_guarantee_the_page_says_so() -> None:
     for make in (not_certified, too_few_windows):
         part = parts_of(make())["guarantee"]
-        assert part.statements[0].startswith("Nothing is guaranteed, because")
+        assert part.statements[0].startswith("nothing is guaranteed, because")
         assert ASSUMPTION not in part.caption
     part = parts_of(limit_not_reached())["guarantee"]
-    assert part.statements[0].startswith("No model was written: for no tested size is it guaranteed")
+    assert part.statements[0].startswith("no model was written: for no tested size is it guaranteed")
     assert "stack" not in parts_of(limit_not_reached())
 
 
 def test_costs_repair_and_search_are_those_of_the_record() -> None:
     parts = parts_of(DOCUMENT)
-    assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", "0.781 [0.763, 0.8]")
-    assert parts["costs"].table_open
+    assert parts["costs"].table.values[3] == ["prefill", "812 ms", "634 ms", "0.781 [0.763, 0.8]"]
+    assert parts["costs"].table.is_open
     assert parts["costs"].caption.endswith(f" {times_sentence(check_shrink(DOCUMENT))}")
     document = copy.deepcopy(DOCUMENT)
     document["speed"] |= {"prefill": None, "what": "prefill: no number"}
@@ -162,10 +163,12 @@ def test_costs_repair_and_search_are_those_of_the_record() -> None:
     assert bare["x"] == [one["increase"] for one in PLAN["candidates"]]
     assert repaired["x"] == [one["repaired"] for one in PLAN["candidates"]]
     assert (
-        "Repair by distillation: the objective on the selection windows went from 3.95" in parts["candidates"].caption
+        parts["candidates"]
+        .statements[1]
+        .startswith("repair by distillation: the objective on the selection windows went from 3.95")
     )
-    assert [row[1] for row in parts["search"].table.rows] == [step["layer"] for step in PLAN["search"]]
-    assert "Recovery: 2,000,000 tokens in 2 minutes" in parts["notes"].caption
+    assert [row[0] for row in parts["search"].table.rows] == [step["layer"] for step in PLAN["search"]]
+    assert "recovery: 2,000,000 tokens in 2 minutes" in parts["recovery"].statements[0]
     assert [row[0] for row in parts["recovery"].table.rows] == [0, 1_000_000, 2_000_000]
     assert ("torch", "2.8.0") in parts["notes"].table.rows
 
@@ -223,14 +226,15 @@ def test_the_page_has_the_verdict_and_figures_that_plotly_knows(name: str) -> No
     import plotly.graph_objects as go
 
     record = check_shrink(MAKERS[name]())
-    page = shrink_page(record)
+    page = shrink_document(record)
     verdict = shrink_verdict(record)
     assert page.sections[0].verdict == verdict[:1].upper() + verdict[1:]
     assert "How small can it be?" in render(record, "")
     for part in page.sections[0].parts:
         if part.chart is not None:
             for choice in part.chart.views:
-                drawn = json.dumps(choice.figure)
+                figure = draw(choice, part.chart.height)
+                drawn = json.dumps({key: figure[key] for key in ("data", "layout")})
                 go.Figure(json.loads(re.sub(r'"@[\w-]+"', '"#123456"', drawn)))
                 assert all(STYLE.count(f"--{role}: #") == 3 for role in re.findall(r'"@([\w-]+)"', drawn))
                 assert choice.alt
@@ -361,7 +365,7 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
     page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
-    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-candidates", "s0-recovery"]
+    assert charts == ["s0-stack", "s0-texts", "s0-curve", "s0-guarantee", "s0-candidates", "s0-recovery"]
     boxes = page.eval_on_selector_all(
         "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
     )

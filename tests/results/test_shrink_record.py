@@ -25,7 +25,7 @@ from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import SHRINK_ADVICE, PlanRecord, ShrinkRecord, check_shrink, read_plan
 from depthgauge.results.shrink_verdicts import (
-    cost_columns,
+    cost_rows,
     guarantee_sentences,
     objective_label,
     shrink_verdict,
@@ -390,7 +390,7 @@ def test_the_picture_names_every_kept_block_once_and_marks_the_others(removed: t
 
 def test_costs_are_those_of_the_document() -> None:
     def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
-        return list(zip(*cost_columns(check_shrink(document)).values(), strict=True))
+        return cost_rows(check_shrink(document))
 
     assert rows(DOCUMENT) == [
         ("parameters", "134,515,008", "109,741,248", "0.816"),
@@ -400,7 +400,7 @@ def test_costs_are_those_of_the_document() -> None:
         ("decode, per token", "41.1 ms", "31.8 ms", "0.773 [0.75, 0.797]"),
     ]
     assert [row[0] for row in rows(encoder())] == ["parameters", "size on disk", "prefill"]
-    assert cost_columns(check_shrink(limit_not_reached())) == {}
+    assert cost_rows(check_shrink(limit_not_reached())) == []
     document = copy.deepcopy(DOCUMENT)
     document["speed"] = {"prefill": 1.25, "decode": None}
     assert rows(document)[3:] == [("prefill", "–", "–", "0.8")]  # of an early version: no times, and no interval
@@ -414,6 +414,6 @@ def test_times_that_did_not_settle_are_a_sentence_and_no_number() -> None:
     )
     document["speed"] = {"prefill": None, "decode": None, "what": "prefill of 8 tokens: no number, on cpu"}
     record = check_shrink(document)
-    assert [*cost_columns(record)["cost"]] == ["parameters", "size on disk", "memory"]
+    assert [row[0] for row in cost_rows(record)] == ["parameters", "size on disk", "memory"]
     assert times_sentence(record) == "Times: prefill of 8 tokens: no number, on cpu."
     assert times_sentence(check_shrink(document | {"speed": None})) == ""

@@ -32,8 +32,9 @@ from depthgauge.results.shrink_record import check_shrink
 from depthgauge.results.shrink_verdicts import guarantee_sentences, texts_caption, times_sentence
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
+from depthgauge.surgery.model_card import model_card
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
-from depthgauge.surgery.write_shrunk import hub_name, mergekit_plan, model_card
+from depthgauge.surgery.write_shrunk import hub_name, mergekit_plan
 
 HERE = Placement(device="cpu")
 
@@ -415,7 +416,7 @@ def test_the_model_card_says_what_was_done() -> None:
     assert "| your text (corpus.txt) | 120 | 0.313 [0.291, 0.334] | abababababababab… |" in plain
     assert "The remaining weights are unchanged." in plain
     assert "Relative change of the final states" in plain
-    for missing in ("## Guarantee", "None", "base_model", "trained", "dequantized", "generation"):
+    for missing in ("With confidence", "None", "base_model", "trained", "dequantized", "generation"):
         assert missing not in plain
 
 

@@ -187,11 +187,11 @@ def test_shrink_evaluates_both_models(models: dict[str, Path], tmp_path: Path, m
         assert ours.results == theirs.results
         assert ours.sha256 == theirs.sha256
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "## Tasks" in card
-    assert "| next_word, acc_norm | 30 |" in card
+    assert "## Accuracy on each task" in card
+    assert "| next_word, acc_norm | 30 | 2 |" in card
     assert "falls by at most" in card
     assert "What changed" in (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert str(tmp_path) not in card.partition("## Tasks")[2]
+    assert str(tmp_path) not in card.partition("## Accuracy")[2]
     noted = dg.evaluate(tmp_path / "out", perplexity=text, window=16)
     assert any("was calibrated on" in note and "perplexity on text.txt" in note for note in noted.notes)
 

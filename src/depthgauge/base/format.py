@@ -25,6 +25,16 @@ def number(value: float | None, digits: int = 3) -> str:
     return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
 
 
+def interval_text(value: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
+    """Return a number with its interval.
+
+    >>> interval_text(0.4312, 0.38, 0.4849), interval_text(0.4312, None, None), interval_text(None, None, None)
+    ('0.431 [0.38, 0.485]', '0.431', '–')
+    """
+    ends = "" if low is None or high is None else f" [{number(low, digits)}, {number(high, digits)}]"
+    return number(value, digits) + ends
+
+
 def one_line(text: object, most: int = 200) -> str:
     """Return a text, or the message of an error, on one line of at most `most` characters.
 
@@ -100,3 +110,28 @@ def ranges(numbers: Sequence[int]) -> str:
     """
     runs = [str(start) if stop == start + 1 else f"{start}–{stop - 1}" for start, stop in contiguous(numbers)]
     return ", ".join(runs) or "none"
+
+
+def capital(text: str) -> str:
+    """Return a text that begins with a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
+def percent(value: float | None) -> str:
+    """Return a share of 1 in percent, with one decimal.
+
+    >>> percent(0.0433), percent(1e-9)
+    ('4.3 %', '< 0.1 %')
+    """
+    if value is None:
+        return DASH
+    return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
+
+
+def span(values: Sequence[int]) -> str:
+    """Return the smallest and the largest of a few counts.
+
+    >>> span([2, 2]), span([2, 4, 3])
+    ('2', '2–4')
+    """
+    return "–".join(str(value) for value in sorted({min(values), max(values)})) if values else DASH

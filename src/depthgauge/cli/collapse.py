@@ -90,13 +90,17 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.gauge_tables import sandwich_tables
+    from depthgauge.cli.print_document import part_lines
+    from depthgauge.results.network_document import sandwich_part
 
     console = Console()
     title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"
-    about = (record.about, record.tokens)
-    for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width, *about):
-        console.print(table, highlight=False)
+    inputs = (
+        "input, of any number of tokens," if record.tokens is None else f"input of {counted(record.tokens, 'token')}"
+    )
+    inputs = f"sequence of these tokens ({record.about})" if record.about else inputs
+    for line in part_lines(sandwich_part([record.sandwich()], record.printed(), title, inputs), console.width):
+        console.print(line, highlight=False)
     remarks = ["all sequences were tried, so attained is the largest difference"] if record.exhaustive else []
     for remark in (*remarks, *record.notes):
         console.print(f"note: {remark}", markup=False, highlight=False)

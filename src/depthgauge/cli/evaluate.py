@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from depthgauge.base.errors import OutputError
-from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.results.evaluate_options import MODEL, TASKS, EvaluateOptions
@@ -67,12 +66,8 @@ def _print(record: EvaluateRecord, as_json: bool) -> None:
     if as_json:
         print_json(record.to_json())
         return
-    from rich.console import Console
+    from depthgauge.cli.print_document import print_section
+    from depthgauge.results.evaluate_document import evaluate_document
 
-    from depthgauge.cli.evaluate_tables import evaluate_tables
-    from depthgauge.results.evaluate_verdicts import evaluate_verdict
-
-    console = Console()
-    for part in evaluate_tables(record, console.width):
-        console.print(part, highlight=False)
-    console.print(f"→ {printable(evaluate_verdict(record))}\n", style="bold", markup=False, highlight=False)
+    (section,) = evaluate_document(record).sections
+    print_section(section)

@@ -84,14 +84,8 @@ def _print(result: "GaugeResult", as_json: bool) -> None:
     if as_json:
         print_json(result.to_json())
         return
-    from rich.console import Console
+    from depthgauge.cli.print_document import print_section
+    from depthgauge.results.gauge_document import gauge_document
 
-    from depthgauge.cli.gauge_tables import checkpoint_tables, network_tables
-    from depthgauge.results.network_subject import NetworkSubject
-
-    console = Console()
-    for subject in result.subjects:
-        tables: Any = network_tables if isinstance(subject, NetworkSubject) else checkpoint_tables
-        for part in tables(subject, console.width):
-            console.print(part, highlight=False)
-        console.print(f"→ {subject.verdict}\n", style="bold", markup=False, highlight=False)
+    for section in gauge_document(result).sections:
+        print_section(section)

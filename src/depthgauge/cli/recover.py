@@ -5,11 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.results.recover_options import MODEL, TRAINING, RecoverOptions
-from depthgauge.results.recover_record import RecoverRecord
 
 
 @with_options(RecoverOptions, {TRAINING: "Training", MODEL: "Models"}, paths=("text", "tokenizer"))
@@ -61,17 +59,9 @@ def command(
         result = recover(model, options, progress=progress, message=note, **files)
     if as_json:
         print_json(result.to_json())
-    else:
-        _print(result.record)
+        return
+    from depthgauge.cli.print_document import print_section
+    from depthgauge.results.recover_document import recover_document
 
-
-def _print(record: RecoverRecord) -> None:
-    from rich.console import Console
-
-    from depthgauge.cli.recover_tables import recover_tables
-    from depthgauge.results.shrink_verdicts import recover_verdict
-
-    console = Console()
-    for part in recover_tables(record, console.width):
-        console.print(part, highlight=False)
-    console.print(f"→ {printable(recover_verdict(record))}\n", style="bold", markup=False, highlight=False)
+    (section,) = recover_document(result.record).sections
+    print_section(section)

@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge.base.errors import DepthgaugeError, InputError
-from depthgauge.base.format import printable
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
-from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
-from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
+from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence
 
 _PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
@@ -143,13 +142,7 @@ def _print(record: Any, as_json: bool) -> None:
     if as_json:
         print_json(record.to_json())
         return
-    from rich.console import Console
+    from depthgauge.cli.print_document import print_section
+    from depthgauge.results.shrink_document import plan_section, shrink_document
 
-    from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
-
-    console = Console()
-    tables = plan_tables if isinstance(record, PlanRecord) else shrink_tables
-    for part in tables(record, console.width):
-        console.print(part, highlight=False)
-    if isinstance(record, ShrinkRecord):
-        console.print(f"→ {printable(shrink_verdict(record))}\n", style="bold", markup=False, highlight=False)
+    print_section(plan_section(record) if isinstance(record, PlanRecord) else shrink_document(record).sections[0])

@@ -52,7 +52,8 @@ def stacked(
         if len(groups[-1]) > 1 and _width([*groups[-1], column]) > width:
             groups.append([key])
         groups[-1].append(column)
-    yield Text.from_markup(title, style="bold")
+    if title:
+        yield Text.from_markup(title, style="bold")
     for group in groups:
         table = Table()
         slack = width - _width(group)

@@ -1,62 +1,40 @@
-"""Charts of the page as data for plotly.js. Colours are roles such as `@blue`, which the page's theme resolves."""
+"""Draw the charts of a document for plotly.js. Colours are roles such as `@blue`, which the page's theme resolves."""
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
 from typing import Any
 
-from depthgauge.base.format import number, printable
+from depthgauge.base.format import interval_text, number, printable, short
+from depthgauge.results.document import Axis, Heat, Line, Plot, Series
 
 Figure = dict[str, Any]
-
-PROVED, MEASURED = "@blue", "@vermilion"
-"""The colours of what is proved for every input and of what was measured on some."""
-
 
 LEGEND: Figure = {
     "orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 12},
     "itemclick": False, "itemdoubleclick": False,
 }  # fmt: skip
 """The legend above a chart."""
+_FONT: Figure = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "@ink"}
+_LOOK: Figure = {
+    "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "dragmode": False, "hovermode": "closest",
+    "font": _FONT, "legend": LEGEND,
+    "hoverlabel": {"bgcolor": "@raised", "bordercolor": "@rule-strong", "font": _FONT, "align": "left"},
+}  # fmt: skip
+"""What all charts have in common."""
+_FAINT: Figure = {"color": "@faint", "size": 12}
+_AXES: Figure = {
+    "gridcolor": "@rule", "linecolor": "@rule-strong", "zerolinecolor": "@rule", "tickcolor": "@rule-strong",
+    "tickfont": _FAINT, "fixedrange": True, "ticks": "", "showline": False,
+}  # fmt: skip
+"""What all axes have in common."""
 _AXIS, _DIGIT, _SPACE = 255, 7, 3
 """Widths in pixels: of an axis on a phone, of a digit, and between two labels."""
-
-
-@dataclass(frozen=True)
-class View:
-    """One view of a chart: its name in the menu, its explanation, its description for screen readers, the figure."""
-
-    name: str
-    note: str
-    alt: str
-    figure: Figure
-    group: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the view as the page's script reads it."""
-        return {"note": self.note, "alt": self.alt, **self.figure}
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart with one view or several, of a fixed height in pixels; `pick` is the label of the menu."""
-
-    views: tuple[View, ...]
-    height: int
-    pick: str = ""
-
-    @property
-    def groups(self) -> list[tuple[str, list[tuple[int, View]]]]:
-        """The views with their numbers, by consecutive group."""
-        grouped = groupby(enumerate(self.views), key=lambda entry: entry[1].group)
-        return [(group, list(views)) for group, views in grouped]
-
-
-def single(alt: str, height: int, figure: Figure, note: str = "") -> Chart:
-    """Return a chart with one view, which has no menu."""
-    return Chart((View("", note, alt, figure),), height)
+_LEGEND, _MARK, _LETTER, _LINE = 280, 45, 6, 20
+"""Sizes in pixels of the legend on a phone: its width, that of a mark and of a letter, and the height of a line."""
+_LOSS, _GAP, _MARGINS = 110, 60, 96
+"""Heights in pixels: of a plot below a heat map, between both (two lines of legend), and of the margins."""
 
 
 def label(text: str) -> str:
@@ -64,16 +42,11 @@ def label(text: str) -> str:
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def on_log(value: float | None) -> bool:
-    """Return whether a value can be shown on a logarithmic axis."""
-    return value is not None and value > 0
-
-
-def names_axis(title: str, names: Any) -> Figure:
-    """Return an axis of layers or steps that labels as many of them as fit on a phone, at most fifteen."""
-    room = _AXIS // (_DIGIT * max((len(str(name)) for name in names), default=1) + _SPACE)
+def _names(names: Sequence[str]) -> Figure:
+    """Label as many layers or steps of an axis as fit on a phone, at most fifteen."""
+    room = _AXIS // (_DIGIT * max((len(name) for name in names), default=1) + _SPACE)
     named = list(names)[:: -(-len(names) // max(1, min(15, room))) or 1]
-    return {"type": "category", "title": title, "tickvals": named, "tickangle": 0, "showgrid": False}
+    return {"type": "category", "tickvals": named, "tickangle": 0, "showgrid": False}
 
 
 def log_axis(values: Sequence[float]) -> Figure:
@@ -90,35 +63,6 @@ def log_axis(values: Sequence[float]) -> Figure:
     return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
 
 
-def hovering(texts: Sequence[Any]) -> Figure:
-    """Return the entries of a trace that shows a text for the mark under the pointer."""
-    return {"hoverinfo": "text", "hovertext": texts}
-
-
-def figure(*traces: Figure, x: Figure, y: Figure, left: int = 60, right: int = 8, top: int = 24, **more: Any) -> Figure:
-    """Return a figure of plotly with two axes, whose `title` is a text, and margins in pixels; the legend is above.
-
-    `more` has other settings of the layout; further axes have names such as `yaxis2`.
-    """
-    axis = {
-        "gridcolor": "@rule", "linecolor": "@rule-strong", "zerolinecolor": "@rule", "tickcolor": "@rule-strong",
-        "tickfont": {"color": "@faint", "size": 12}, "fixedrange": True, "ticks": "", "showline": False,
-    }  # fmt: skip
-    more |= {"xaxis": x, "yaxis": y}
-    for name in [name for name in more if name.startswith(("xaxis", "yaxis"))]:
-        more[name] = axis | more[name]
-        if "title" in more[name]:
-            more[name]["title"] = {"font": {"color": "@faint", "size": 12}, "text": more[name]["title"]}
-    font = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "@ink"}
-    look = {
-        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "dragmode": False, "hovermode": "closest",
-        "font": font,
-        "hoverlabel": {"bgcolor": "@raised", "bordercolor": "@rule-strong", "font": font, "align": "left"},
-        "legend": LEGEND, "margin": {"l": left, "r": right, "t": top, "b": 44},
-    }  # fmt: skip
-    return {"data": list(traces), "layout": look | more}
-
-
 @dataclass(frozen=True)
 class ColorScale:
     """The range of values that the colours of a heat map cover, linear or logarithmic."""
@@ -126,11 +70,6 @@ class ColorScale:
     low: float
     high: float
     logarithmic: bool = False
-
-    @property
-    def note(self) -> str:
-        """What a reader must know to compare colours."""
-        return "The colours are logarithmic." if self.logarithmic else ""
 
     def color(self, value: float | None) -> float | None:
         """Return the position of a value on the scale."""
@@ -157,56 +96,178 @@ def color_scale(values: Sequence[float], top: float) -> ColorScale:
     return ColorScale(low, max(largest, top) if largest > 0.05 * top else largest)
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """The values z[row][column] of a heat map; None is a gap.
+def draw(plot: Plot, height: int) -> Figure:
+    """Return a view of a chart of a height as the page's script reads it: its words, and the figure of plotly."""
+    heat = plot.heat
+    traces = ([] if heat is None else _heat_traces(heat, plot)) + [_trace(one, plot) for one in plot.series]
+    base, value = _axis(plot.base, plot), _axis(plot.value, plot)
+    x, y = (value, base) if plot.flat else (base, value)
+    named = [one.name for one in plot.series if one.legend] + [one.name for one in plot.lines]
+    named += [] if heat is None else [name for name, _ in heat.states]
+    lines = -(-sum(_MARK + _LETTER * min(40, len(name)) for name in named if name) // _LEGEND)
+    top = 52 if heat is not None and not heat.states else 16 + _LINE * lines
+    left, right = 16 if plot.flat else 60 if heat is None else 48, 60 if plot.second and heat is None else 28
+    layout = _LOOK | {
+        "xaxis": x, "yaxis": y, "margin": {"l": left, "r": right, "t": top, "b": 44}, "bargap": 0.35,
+        "barmode": "group", "shapes": [_line(one, plot) for one in plot.lines],
+    }  # fmt: skip
+    if plot.second is not None:
+        layout["yaxis2"] = _axis(plot.second, plot)
+        if heat is None:
+            layout["yaxis2"] |= {"overlaying": "y", "side": "right", "showgrid": False}
+        else:  # another plot below the map, with the same columns
+            area = height - _MARGINS
+            layout["yaxis2"] |= {"domain": [0.0, _LOSS / area], "anchor": "x"}
+            layout["legend"] = {**LEGEND, "y": (_LOSS + 4) / area}
+            y["domain"] = [(_LOSS + _GAP) / area, 1.0]
+            x |= {"anchor": "y2", "range": [-0.5, len(plot.base.names) - 0.5]}
+    if plot.remarks:
+        layout["annotations"] = [{
+            "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": row, "text": label(words),
+            "showarrow": False, "font": _FAINT, "bgcolor": "@raised", "borderpad": 2,
+        } for row, words in plot.remarks]  # fmt: skip
+    is_log = heat is not None and not heat.states and _scale(heat).logarithmic
+    note = f"{plot.note} The colours are logarithmic." if is_log else plot.note
+    return {"note": note, "alt": plot.alt, "data": traces, "layout": layout}
 
-    `place` returns the words for a row and a column, `show` the text of a value. `top` is the natural maximum of the
-    values, if there is one.
-    """
 
-    name: str
-    z: Sequence[Sequence[float | None]]
-    columns: Sequence[str]
-    place: Callable[[int, int, str], str]
-    top: float = 0.0
-    show: Callable[[float | None], str] = number
-
-    @cached_property
-    def known(self) -> dict[tuple[int, int], float]:
-        """The values that are not gaps, by row and column, in the order of columns."""
-        places = ((i, k) for k in range(len(self.columns)) for i in range(len(self.z)))
-        return {(i, k): value for i, k in places if (value := self.z[i][k]) is not None}
-
-    @cached_property
-    def scale(self) -> ColorScale:
-        """The scale of the colours."""
-        return color_scale(list(self.known.values()), self.top)
-
-    def extremes(self, nothing: str) -> str:
-        """Return the smallest and the largest value with their places, for readers who cannot use the colours."""
-        if not self.known:
-            return nothing
-        found = [choose(self.known, key=self.known.__getitem__) for choose in (min, max)]
-        least, largest = (f"{self.show(self.known[at])} ({self.place(*at, ', ')})" for at in found)
-        return f"Here from {least} to {largest}."
-
-    def trace(self, gap: int) -> Figure:
-        """Return the heat map, with `gap` pixels between cells and the scale of its colours above it."""
-        scale, show = self.scale, self.show
-        ends = [scale.color(scale.low), scale.color(scale.high)]
-        texts = [
-            [f"{self.place(i, k, ' · ')}<br>{label(self.name)} <b>{show(value)}</b>" for k, value in enumerate(row)]
-            for i, row in enumerate(self.z)
-        ]
-        return {
-            "type": "heatmap", "z": [[scale.color(value) for value in row] for row in self.z],
-            "x": list(self.columns), "y": [str(i) for i in range(len(self.z))], **hovering(texts),
-            "hoverongaps": False, "xgap": gap, "ygap": gap, "zmin": ends[0], "zmax": ends[1],
-            "colorscale": [[k / 4, f"@shade-{k}"] for k in range(5)],
-            "colorbar": {
-                "orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "ypad": 8, "len": 0.4,
-                "thickness": 8, "outlinewidth": 0, "ticks": "", "tickfont": {"size": 12, "color": "@faint"},
-                "tickvals": ends, "ticktext": [show(scale.low), show(scale.high)], "ticklabelposition": "outside top",
-            },
+def _trace(one: Series, plot: Plot) -> Figure:
+    """Return the marks of one series."""
+    along, up = ("y", "x") if plot.flat else ("x", "y")
+    name = label(short(one.name, 40))
+    trace: Figure = {
+        "type": "bar" if one.kind == "bar" else "scatter", "name": name, along: list(one.at), up: list(one.values),
+        "marker": {"color": one.color if isinstance(one.color, str) else list(one.color)},
+        "showlegend": one.legend and bool(name), **_hover(one, plot),
+    }  # fmt: skip
+    if one.kind == "bar":
+        trace |= {"orientation": "h" if plot.flat else "v"}
+        trace["marker"] |= {"pattern": {"shape": "" if one.dash == "solid" else "/"}}
+    else:
+        trace["mode"] = "markers" if one.kind == "points" else "lines+markers" if one.size else "lines"
+        trace["line"] = {"color": one.color, "width": one.width, "dash": one.dash}
+        trace["line"] |= {"shape": "hv"} if one.kind == "steps" else {}
+        trace["marker"] |= {"size": one.size, "symbol": one.symbol}
+        if one.symbol.endswith("-open"):
+            trace["marker"] |= {"line": {"width": one.width, "color": one.color}}
+    if one.labels:
+        beside = (
+            {"textposition": "outside", "cliponaxis": False} if one.kind == "bar" else {"textposition": "top center"}
+        )
+        trace |= {"text": list(one.labels), "textfont": {"size": 11, "color": "@faint"}, **beside}
+        trace |= {} if one.kind == "bar" else {"mode": "markers+text"}
+    if one.is_second:
+        trace["yaxis"] = "y2"
+    if one.ends:
+        halves = [_halves(value, *ends) for value, ends in zip(one.values, one.ends, strict=True)]
+        trace[f"error_{up}"] = {
+            "type": "data", "symmetric": False, "width": 0, "thickness": 1.5,
+            "color": "@ink" if one.kind == "bar" else one.color,
+            "array": [above for _, above in halves], "arrayminus": [below for below, _ in halves],
         }  # fmt: skip
+    return trace
+
+
+def _halves(value: float | None, low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the lengths of the two halves of an error bar."""
+    if value is None or low is None or high is None:
+        return 0.0, 0.0
+    return min(value - low, sys.float_info.max), min(high - value, sys.float_info.max)  # infinity is not JSON
+
+
+def _hover(one: Series, plot: Plot) -> Figure:
+    """Return the words for each mark: its place, the name of the series, and the value with its interval."""
+    if not one.name:
+        return {"hoverinfo": "skip"}
+    names, title = plot.base.names, plot.base.title
+    places = one.places or [names[at] if plot.base.kind == "rows" else f"{title} {at}" for at in one.at]
+    ends = one.ends or [(None, None)] * len(one.values)
+    texts = one.texts or [interval_text(value, *pair) for value, pair in zip(one.values, ends, strict=True)]
+    said = [_words(place, one.name, text) for place, text in zip(places, texts, strict=True)]
+    return {"hoverinfo": "text", "hovertext": said}
+
+
+def _words(place: str, name: str, text: str) -> str:
+    """Return the place, which may have several lines, and below it the name with the value."""
+    return "<br>".join([*map(label, place.split("\n")), f"{label(name)} <b>{label(text)}</b>".strip()])
+
+
+def _line(line: Line, plot: Plot) -> Figure:
+    """Return a dashed line across the chart."""
+    on_x = line.is_base != plot.flat
+    at, across = ("x", "y") if on_x else ("y", "x")
+    whole = "y2 domain" if plot.heat is not None else "paper"
+    place = {f"{at}0": line.at, f"{at}1": line.at, f"{across}ref": whole, f"{across}0": 0, f"{across}1": 1}
+    named = {"showlegend": True, "name": line.name} if line.name else {}
+    return {"type": "line", "line": {"color": line.color, "width": 1.5, "dash": "dash"}, **place, **named}
+
+
+def _axis(axis: Axis, plot: Plot) -> Figure:
+    """Return the settings of one axis."""
+    found = _AXES | {"title": {"font": _FAINT, "text": axis.title}}
+    values = [v for one in plot.series for v in (one.at if axis is plot.base else one.values) if v is not None]
+    if axis.kind == "names":
+        found |= _names(axis.names)
+    elif axis.kind == "rows":
+        found |= {
+            "tickvals": list(range(len(axis.names))), "ticktext": [label(short(name, 40)) for name in axis.names],
+            "range": [len(axis.names) - 0.5, -0.5], "automargin": True, "showgrid": False, "ticklabelstandoff": 6,
+        }  # fmt: skip
+    elif axis.kind == "down":
+        found |= {"type": "category", "showgrid": False, "range": [len(axis.names) - 0.5, -0.5]}
+    elif axis.kind == "log":
+        found |= log_axis([v for v in values if v > 0])
+    elif axis.kind == "zero":
+        found["rangemode"] = "tozero"
+    elif axis is plot.value and plot.lines:  # plotly does not make room for lines
+        known = [0.0, *(line.at for line in plot.lines), *values]
+        low, high = min(known), max(known)
+        margin = min(0.1 * (high / 2 - low / 2), sys.float_info.max - max(high, -low))
+        found["range"] = [low - margin if low else 0.0, high + margin or 1.0]
+    if axis is plot.base:
+        found["showgrid"] = axis.kind == "log"
+    if axis.range is not None:
+        found["range"] = list(axis.range)
+    if axis.step is not None:
+        found["dtick"] = axis.step
+    return found
+
+
+def _heat_traces(heat: Heat, plot: Plot) -> list[Figure]:
+    """Return a heat map with the scale of its colours above it, or with an entry of the legend for each state."""
+    texts = [
+        [_words(heat.place(i, k, " · "), heat.name, heat.show(v)) for k, v in enumerate(row)]
+        for i, row in enumerate(heat.z)
+    ]
+    trace = {
+        "type": "heatmap", "x": list(heat.columns), "y": list(plot.value.names), "hoverongaps": False,
+        "hoverinfo": "text", "hovertext": texts,
+        "xgap": heat.gap, "ygap": heat.gap,
+    }  # fmt: skip
+    if heat.states:
+        colors = [(k, end, color) for k, (_, color) in enumerate(heat.states) for end in (0, 1)]
+        trace |= {
+            "z": [list(row) for row in heat.z], "zmin": 0, "zmax": len(heat.states) - 1, "showscale": False,
+            "colorscale": [[(k + end) / len(heat.states), color] for k, end, color in colors],
+        }  # fmt: skip
+        legend = [{
+            "type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
+            "marker": {"color": color, "size": 11, "symbol": "square"}, "showlegend": True,
+        } for k, (name, color) in enumerate(heat.states) if k in heat.known.values()]  # fmt: skip
+        return [trace, *legend]
+    scale = _scale(heat)
+    ends = [scale.color(scale.low), scale.color(scale.high)]
+    return [trace | {
+        "z": [[scale.color(value) for value in row] for row in heat.z], "zmin": ends[0], "zmax": ends[1],
+        "colorscale": [[k / 4, f"@shade-{k}"] for k in range(5)],
+        "colorbar": {
+            "orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "ypad": 8, "len": 0.4,
+            "thickness": 8, "outlinewidth": 0, "ticks": "", "tickfont": {"size": 12, "color": "@faint"},
+            "tickvals": ends, "ticktext": [heat.show(scale.low), heat.show(scale.high)],
+            "ticklabelposition": "outside top",
+        },
+    }]  # fmt: skip
+
+
+def _scale(heat: Heat) -> ColorScale:
+    return color_scale(list(heat.known.values()), heat.top)

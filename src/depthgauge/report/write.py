@@ -7,12 +7,12 @@ from typing import Any
 from depthgauge.base.errors import InputError, missing_extra, require_path, require_type
 from depthgauge.base.io import is_special, write_text
 from depthgauge.report.page import Shown, render, render_page
-from depthgauge.report.shrink_section import shrink_page
 from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, EvaluateRecord, check_evaluate
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.recover_record import RECOVER_SCHEMA, RecoverRecord, check_recover
+from depthgauge.results.shrink_document import shrink_document
 from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
 
 _ADVICE = f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
@@ -59,7 +59,7 @@ def page_text(record: Shown) -> str:
 
 def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
     """Return one page about the sizes that a run of `shrink` made, as HTML."""
-    return render_page(shrink_page(*records), plotly_code())
+    return render_page(shrink_document(*records), plotly_code())
 
 
 def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverRecord | EvaluateRecord:
@@ -68,13 +68,9 @@ def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverReco
     if schema == PLAN_SCHEMA:
         raise ResultError(f"{name} is a plan, which has nothing to show yet; {SHRINK_ADVICE}")
     family = schema.rpartition("/")[0] if isinstance(schema, str) else ""
-    if family == SHRINK_SCHEMA.rpartition("/")[0]:
-        return check_shrink(document, name)
-    if family == RECOVER_SCHEMA.rpartition("/")[0]:
-        return check_recover(document, name)
-    if family == EVALUATE_SCHEMA.rpartition("/")[0]:
-        return check_evaluate(document, name)
-    return check_result(document, name)
+    checks = {SHRINK_SCHEMA: check_shrink, RECOVER_SCHEMA: check_recover, EVALUATE_SCHEMA: check_evaluate}
+    check = {known.rpartition("/")[0]: one for known, one in checks.items()}.get(family, check_result)
+    return check(document, name)  # type: ignore[no-any-return, operator]
 
 
 def check_page(path: str | Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean
 
-from depthgauge.base.format import DASH, counted, duration, number, ranges, size_text
+from depthgauge.base.format import DASH, counted, duration, interval_text, number, ranges, size_text
 from depthgauge.results.labels import of_stack
 from depthgauge.results.recover_record import RecoveredText, RecoverRecord, RecoveryRecord
 from depthgauge.results.shrink_record import (
@@ -184,20 +184,11 @@ def measured_increase(record: ShrinkRecord) -> str:
     shown = next((kind for kind in GIVEN if kind in kinds), "sampled")
     about = [text for text in record.texts if text.kind == shown]
     if len(about) == 1:
-        return increase_text(about[0].increase, about[0].low, about[0].high)
+        return interval_text(about[0].increase, about[0].low, about[0].high)
     dense, shrunk = record.loss.dense, record.loss.shrunk
     if record.objective not in BY_LOSS:
         dense = 0.0  # the change of a model from itself
     return DASH if dense is None or shrunk is None else number(shrunk - dense)
-
-
-def increase_text(increase: float | None, low: float | None, high: float | None) -> str:
-    """Return an increase with its interval.
-
-    >>> increase_text(0.4312, 0.38, 0.4849), increase_text(0.4312, None, None), increase_text(None, None, None)
-    ('0.431 [0.38, 0.485]', '0.431', '–')
-    """
-    return number(increase) + ("" if low is None or high is None else f" [{number(low)}, {number(high)}]")
 
 
 def with_error(value: float | None, error: float | None) -> str:
@@ -277,7 +268,7 @@ def recover_verdict(record: RecoverRecord) -> str:
     """State what a recovery changed on windows that were kept apart, and that it was undone if it was."""
     if not record.recovery.kept:
         return f"{record.name} was not improved: the training gained less than its standard error and was undone"
-    changes = (f"{text_label(text)}: {increase_text(text.change, text.low, text.high)}" for text in record.texts)
+    changes = (f"{text_label(text)}: {interval_text(text.change, text.low, text.high)}" for text in record.texts)
     return f"{record.name} changed by, {objective_label(record.objective).title}: {'; '.join(changes)}"
 
 
@@ -363,20 +354,8 @@ def _share(value: float) -> str:
     return f"{number(100 * value, 6)} %"
 
 
-def text_columns(record: ShrinkRecord) -> dict[str, list[str]]:
-    """Return the table of the texts, column by column: what each is, its objective before and after, the increase."""
-    noun, texts = record.plan.calibration.noun, record.texts
-    kind, count = ("text", "windows") if noun == "window" else (f"{noun}s", "number")
-    found = {kind: [text_label(one) for one in texts], count: [str(one.windows) for one in texts]}
-    increases = [increase_text(one.increase, one.low, one.high) for one in texts]
-    if record.objective not in BY_LOSS:
-        return found | {"value": increases}
-    losses = {"before": [number(one.dense) for one in texts], "after": [number(one.shrunk) for one in texts]}
-    return found | losses | {"increase": increases}
-
-
-def cost_columns(record: ShrinkRecord) -> dict[str, list[str]]:
-    """Return the table of the costs that are known, column by column; a ratio of times has its 95 % interval."""
+def cost_rows(record: ShrinkRecord) -> list[tuple[str, ...]]:
+    """Return the costs that are known: name, before, after, and after ÷ before; that of times has its interval."""
     rows = list[tuple[str, ...]]()
     counts: tuple[tuple[str, BeforeAfter | None, Callable[[float], str]], ...] = (
         ("parameters", record.parameters, lambda count: f"{count:,.0f}"),
@@ -392,10 +371,11 @@ def cost_columns(record: ShrinkRecord) -> dict[str, list[str]]:
             getattr(record.speed, part + end, None) for end in ("", "_low", "_high", "_before", "_after")
         )
         if speed is not None:  # the record holds speeds, the table holds times
-            ratios = [_ratio(one, 1.0) for one in (speed, high, low)]
-            rows.append((name, *(DASH if one is None else time_text(one) for one in times), increase_text(*ratios)))
-    titles = ("cost", "before", "after", "after ÷ before")
-    return {title: list(cells) for title, cells in zip(titles, zip(*rows, strict=True), strict=True)} if rows else {}
+            ratio, least, most = (_ratio(one, 1.0) for one in (speed, high, low))
+            rows.append(
+                (name, *(DASH if one is None else time_text(one) for one in times), interval_text(ratio, least, most))
+            )
+    return rows
 
 
 def times_sentence(record: ShrinkRecord) -> str:

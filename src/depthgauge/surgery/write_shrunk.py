@@ -1,9 +1,8 @@
 """Write a shrunk model, after a fresh process has verified it, with its record, model card and plan for mergekit."""
 
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,36 +12,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from depthgauge.base.format import contiguous, number, ranges
+from depthgauge.base.format import contiguous
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Durations
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.source import Source, weight_bytes
-from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
-from depthgauge.results.gauge_options import BOTH
-from depthgauge.results.labels import of_stack
-from depthgauge.results.shrink_record import GIVEN, ReloadRecord, ShrinkRecord, SpeedRecord
-from depthgauge.results.shrink_verdicts import (
-    accuracy_sentence,
-    cost_columns,
-    guarantee_sentences,
-    layers_text,
-    objective_label,
-    text_columns,
-    texts_caption,
-    times_sentence,
-)
+from depthgauge.results.shrink_record import ReloadRecord, ShrinkRecord, SpeedRecord
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
+from depthgauge.surgery.model_card import model_card
 from depthgauge.surgery.output_names import record_file
 from depthgauge.surgery.verify import FreshProcess, verify_reload
 from depthgauge.surgery.write_model import written_model
-
-_DIGITS = 16
-"""How many digits of a SHA-256 the model card shows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,99 +138,6 @@ def hub_name(config: Any, source: Source | None) -> str | None:
         recorded = None
     name = str(recorded)
     return name if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).exists() else None
-
-
-def model_card(record: ShrinkRecord, base_model: str | None) -> str:
-    """Return the model card in Markdown, with the metadata that model hubs read.
-
-    The card is published with the model, so the source model, texts, images, pairs and recordings are named without
-    their directories. `base_model` is the `hub_name` of the source model.
-    """
-    record = _without_directories(record)
-    plan = record.plan
-    name = Path(plan.model).name if plan.hub is None else plan.hub.name
-    model = name if plan.hub is None else plan.hub.target
-    base = [] if base_model is None else [f"base_model: {json.dumps(base_model, ensure_ascii=False)}"]
-    lines = ["---", *base, "library_name: transformers", "tags:", "- depthgauge", "- pruned", "---", ""]
-    lines += [*_summary(record, name), "", "## Measurements", "", *_measured(record), ""]
-    lines += [
-        "## How to reproduce",
-        "",
-        "`depthgauge.json` contains the plan, the seeds, the digests of the inputs and all measurements.",
-        "",
-        f"    depthgauge shrink {model} --from-plan depthgauge.json --out smaller",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _without_directories(record: ShrinkRecord) -> ShrinkRecord:
-    """Return a record that names files and directories of the user by the last part of their paths."""
-
-    def bare(one: Any) -> Any:
-        last = os.path.basename(os.path.abspath(one.name))  # of `.`, the name of the directory
-        return msgspec.structs.replace(one, name=last) if one.kind in GIVEN else one
-
-    calibration = record.plan.calibration
-    calibration = msgspec.structs.replace(calibration, sources=tuple(map(bare, calibration.sources)))
-    plan = msgspec.structs.replace(record.plan, calibration=calibration)
-    return msgspec.structs.replace(record, texts=tuple(map(bare, record.texts)), plan=plan)
-
-
-def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
-    order = ", those of the encoder first" if record.plan.stack == BOTH else ""
-    yield f"# {name} with {layers_text(record)}"
-    yield ""
-    yield (
-        f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers"
-        f"{of_stack(record.plan.stack)} of `{name}`: {ranges(record.removed)} (counted from 0{order})."
-    )
-    if record.plan.hub is not None:
-        yield f"The source is the commit {record.plan.hub.commit}."
-    if record.repaired:
-        yield (
-            "The remaining weights were repaired: the maps that write into the residual stream, gains and biases were "
-            "fitted to what the source model computes."
-        )
-    else:
-        yield "The remaining weights are unchanged."
-    if record.recovery is not None and record.recovery.kept:
-        tokens = record.recovery.tokens
-        yield f"The model was then trained on {tokens:,} tokens to predict what the source model predicts."
-    if name.endswith(".gguf"):
-        yield "The source is a quantized GGUF file; its weights were dequantized."
-    yield f"It has {record.parameters.after or 0:,} parameters instead of {record.parameters.before or 0:,}."
-    yield "It loads with transformers and needs no custom code."
-
-
-def _measured(record: ShrinkRecord) -> Iterator[str]:
-    title = objective_label(record.objective).title
-    # Each text is a source that has certify windows, in the same order.
-    digests = [f"{one.sha256[:_DIGITS]}…" for one in record.plan.calibration.sources if one.certify]
-    yield from _table(text_columns(record) | {"SHA-256": digests})
-    yield from ("", f"{title[:1].upper()}{title[1:]}. {texts_caption(record)}")
-    if record.accuracy is not None:
-        yield from ("", f"The {accuracy_sentence(record)}.")
-    yield from ("", *_table(cost_columns(record)), "", times_sentence(record))
-    if sentences := guarantee_sentences(record):
-        yield from ("", "## Guarantee", "", *(f"- {sentence}" for sentence in sentences))
-    if record.evaluation is not None:
-        yield from ("", "## Tasks", "", *_tasks(record.evaluation))
-
-
-def _tasks(record: EvaluateRecord) -> Iterator[str]:
-    yield "| task | items | source model, % | this model, % | difference, points, with its 95 % interval | p |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, -1), strict=True):
-        cells = [name, number(items), percent_text(before.accuracy), percent_text(after.accuracy)]
-        yield f"| {' | '.join([*cells, difference_text(after), number(after.p, 2)])} |"
-    yield from ("", *(f"- {sentence}" for sentence in (*task_guarantees(record), *record.notes)))
-
-
-def _table(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield f"|{' --- |' * len(columns)}"
-    for row in zip(*columns.values(), strict=True):
-        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
 
 
 def mergekit_plan(name: str, dtype: str, kept: Sequence[int]) -> str:

@@ -1,0 +1,195 @@
+"""What is shown of an evaluation: the accuracy on each task, what changed from the first model, the perplexities."""
+
+from depthgauge.base.format import DASH, counted, duration, number
+from depthgauge.results.document import (
+    MEASURED,
+    PROVED,
+    Axis,
+    Brief,
+    Chart,
+    Document,
+    Headings,
+    Part,
+    Place,
+    Plot,
+    Rows,
+    Section,
+    Series,
+    Table,
+    command_line,
+    present,
+    ranged,
+    settings_table,
+)
+from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.evaluate_verdicts import (
+    AS_FIRST,
+    MANY,
+    PROTOCOL,
+    accuracy_rows,
+    difference_text,
+    evaluate_verdict,
+    percent_text,
+    task_guarantees,
+)
+
+_COLORS = ("@faint", MEASURED, "@blue", "@purple", "@green")
+"""Colours of the models, in their order."""
+
+
+def evaluate_document(record: EvaluateRecord) -> Document:
+    """Return what is shown of a result of `evaluate`."""
+    names = [model.name for model in record.models]
+    title = ", ".join(names) if len(names) <= MANY else f"{names[0]} and {len(names) - 1} other models"
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    facts = (*model_facts(record), ("versions", versions), ("duration", duration(record.seconds)))
+    return Document(
+        version=record.version,
+        heading="What can it still do?",
+        lead=f"{counted(len(names), 'model')} evaluated with depthgauge {record.version} on the same items and texts.",
+        sections=(Section(title, "", evaluate_verdict(record), facts, evaluate_parts(record)),),
+        command=command_line("evaluate", record.settings.given(), *names),
+        settings=settings_table({"models": names, **record.settings.given()}),
+    )
+
+
+def model_facts(record: EvaluateRecord) -> tuple[tuple[str, str], ...]:
+    """Return what each model is and how it was read."""
+    facts = []
+    for index, model in enumerate(record.models, start=1):
+        start = "no BOS token" if model.bos is None else f"BOS token {'added' if model.bos else 'not added'}"
+        sizes = f"{model.family}, {counted(model.layers, 'layer')}, {model.parameters:,} parameters, {model.dtype}"
+        facts.append((f"model {index}", f"{model.name}: {sizes}"))
+        if (model.bos, model.bos_reason) != (record.models[0].bos, AS_FIRST):
+            facts.append((f"start of model {index}", f"{start}: {model.bos_reason}"))
+    return tuple(facts)
+
+
+def evaluate_parts(record: EvaluateRecord) -> tuple[Part, ...]:
+    """Return all parts of the section, in order."""
+    models = tuple(f"{name}: {value}" for name, value in model_facts(record))
+    spent = (f"evaluated in {duration(record.seconds)}",)
+    return present(
+        Part("models", "", statements=models, place=Place.TERMINAL),
+        accuracy_part(record), difference_part(record), perplexity_part(record), remarks_part(record),
+        Part("duration", "", statements=spent, place=Place.TERMINAL),
+    )  # fmt: skip
+
+
+def accuracy_part(record: EvaluateRecord) -> Part | None:
+    """Return the accuracy of every model on every task, and how it differs from that of the first."""
+    if not record.tasks:
+        return None
+    found = [list(accuracy_rows(record, index)) for index in range(len(record.models))]
+    tasks, models = [name for name, _, _ in found[0]], [model.name for model in record.models]
+    shares = [[100 * one.accuracy for _, _, one in rows] for rows in found]
+    # One colour per model; where these do not suffice, the models are the groups.
+    by_model = len(models) <= len(_COLORS)
+    groups, names = (tasks, models) if by_model else (models, tasks)
+    lengths = shares if by_model else list(map(list, zip(*shares, strict=True)))
+    bars = [
+        Series("bar", one, range(len(groups)), row, _COLORS[(index + (not by_model)) % len(_COLORS)],
+               texts=[f"{number(share)} %" for share in row])
+        for index, (one, row) in enumerate(zip(names, lengths, strict=True))
+    ]  # fmt: skip
+    words = "; ".join(
+        f"{name}: {', '.join(percent_text(rows[k][2].accuracy) for rows in found)} %" for k, name in enumerate(tasks)
+    )
+    alt = f"Bar chart of the accuracy by task and model. {words}."
+    plot = Plot(alt, Axis(kind="rows", names=groups), Axis("accuracy, %", range=(0, 100)), bars)
+    several = (
+        "The same items for all models. Differences from model 1 in percentage points, with paired 95 % confidence "
+        "intervals; p is that of McNemar's exact test; lost: only model 1 is right. "
+    )
+    columns: Headings = (
+        "task", "items", "model", ("accuracy %", "accuracy %"), ("difference", "difference", "low", "high"),
+        ("lost, gained", "lost", "gained"), "p", ("falls by at most", "falls by at most"),
+    )  # fmt: skip
+    rows: Rows = tuple(
+        (
+            name, "" if items is None else items, Brief(str(index), (model,)), _percent(one.accuracy),
+            Brief(difference_text(one), (*map(_points, (one.difference, one.low, one.high)),)),
+            Brief(DASH if one.lost is None else f"{one.lost}, {one.gained}", (one.lost, one.gained)),
+            Brief(number(one.p, 2), (one.p,)), _percent(one.falls_at_most),
+        )
+        for k in range(len(tasks))
+        for index, (model, (name, items, one)) in enumerate(zip(models, (rows[k] for rows in found), strict=True), 1)
+    )  # fmt: skip
+    table, caption = (
+        Table("Tasks", columns, rows, is_open=True),
+        "acc_norm divides the log-likelihood of an answer by its length. The items are the first ones of a task.",
+    )
+    if len(models) > 1:
+        caption = several + caption
+    else:
+        table = table.upto(4)
+    height = 110 + 28 * len(groups) * (1 + len(names))
+    return Part("accuracy", "Accuracy on each task", caption, Chart((plot,), height), table)
+
+
+def _points(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _percent(share: float | None) -> Brief:
+    return Brief(percent_text(share), (_points(share),))
+
+
+def difference_part(record: EvaluateRecord) -> Part | None:
+    """Return the differences from the first model with their intervals, the guaranteed bound, and the guarantees."""
+    if not record.tasks or len(record.models) < 2:
+        return None
+    series, names, words = list[Series](), list[str](), list[str]()
+    for index, model in enumerate(record.models[1:], start=1):
+        rows = list(accuracy_rows(record, index))
+        known, at = [one for _, _, one in rows], range(len(names), len(names) + len(rows))
+        names += [f"{name}, {model.name}" if len(record.models) > 2 else name for name, _, _ in rows]
+        words += [f"{name}: {difference_text(one)}" for name, _, one in rows]
+        series += [
+            Series(
+                "points", "measured, with 95 % interval", at, [100 * (one.difference or 0.0) for one in known],
+                ends=[(_points(one.low), _points(one.high)) for one in known], size=9, legend=index == 1,
+                texts=[f"{difference_text(one)}, p = {number(one.p, 2)}" for one in known],
+            ),
+            Series(
+                "points", "guaranteed: not below", at, [-100 * (one.falls_at_most or 0.0) for one in known], PROVED,
+                texts=[f"falls by at most {percent_text(one.falls_at_most)}" for one in known], legend=index == 1,
+                size=12, symbol="line-ns-open", width=3,
+            ),
+        ]  # fmt: skip
+    *statements, assumption = task_guarantees(record)
+    alt = f"Differences of accuracy from the first model with their intervals. {'; '.join(words)}."
+    across = Axis("difference of accuracy, percentage points", "zero")
+    plot = Plot(alt, Axis(kind="rows", names=names), across, series)
+    caption = f"{assumption} Intervals of tasks are exact; that of the mean is approximate."
+    chart = Chart((plot,), 130 + 48 * len(names))
+    return Part("difference", "What changed", caption, chart, statements=tuple(statements))
+
+
+def perplexity_part(record: EvaluateRecord) -> Part | None:
+    """Return perplexity and bits per byte of every model on every text."""
+    if not record.texts:
+        return None
+    columns: Headings = (
+        "text", ("windows", "windows", "tokens per window"), "model", "perplexity", "nats per token", "bits per byte",
+        ("increase", "increase", "low", "high"),
+    )  # fmt: skip
+    rows: Rows = tuple(
+        (
+            text.name, Brief(f"{one.windows} × {text.window}", (one.windows, text.window)),
+            Brief(str(index), (model.name,)),
+            *(Brief(number(value, 4), (value,)) for value in (one.perplexity, one.loss, one.bits_per_byte)),
+            ranged(one.increase, one.increase_low, one.increase_high),
+        )
+        for text in record.texts
+        for index, (model, one) in enumerate(zip(record.models, text.results, strict=True), start=1)
+    )  # fmt: skip
+    table = Table("Perplexity", columns, rows, is_open=True).upto(len(columns) - (len(record.models) < 2))
+    return Part("perplexity", "Perplexity", PROTOCOL, None, table)
+
+
+def remarks_part(record: EvaluateRecord) -> Part | None:
+    """Return the remarks."""
+    if not record.notes:
+        return None
+    return Part("remarks", "Remarks", statements=tuple(f"note: {note}" for note in record.notes))
