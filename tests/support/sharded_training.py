@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.recovery.distillation import Training
 from depthgauge.recovery.divergence import TRAIN, Pair
+from depthgauge.recovery.helpers import help_train
 
 INTERRUPTED = 8
 """The step that fails at first."""
@@ -60,6 +61,8 @@ def main(folder: Path) -> None:
         "student": [*pair.student.parameters()], "teacher": [*pair.teacher.parameters()], "shares": shares,
     }  # fmt: skip
     torch.save(found, folder / f"{launch.index}.pt")
+    if launch.index:
+        help_train()  # until process 0 ends
     launch.end(0)
 
 
