@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.model_output import token_losses, window_losses
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import layers_of, passes
+from depthgauge.checkpoints.what_if import layers_of
 from depthgauge.results.labels import DEFAULT_WHAT_IFS
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
 
@@ -110,6 +111,12 @@ def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
                  "plain_way_passes": slow / len(checked) / plain * L}
             )  # fmt: skip
     return {"plain_seconds": plain, "rows": rows, "agree": agree, "layers": L}
+
+
+def passes(kind: str, on: Sequence[int], layers: int) -> float:
+    """Return the cost of a what-if on some of L layers in forward passes, (block evaluations)/L ≤ (L + 1)/2."""
+    first_run = {"block": 1, "parallel": 1}.get(kind, 0)
+    return sum(layers - layer - first_run for layer in on) / layers
 
 
 def timed_round(stack: BlockRunner, ids: torch.Tensor, kind: str) -> tuple[float, float]:

@@ -57,12 +57,6 @@ def layers_of(kind: str, families: Sequence[Family | None], observable: bool = T
     return list(range(len(families) - (kind == "parallel")))
 
 
-def passes(kind: str, on: Sequence[int], layers: int) -> float:
-    """Return the cost of a what-if on some of L layers in forward passes, (block evaluations)/L ≤ (L + 1)/2."""
-    first_run = {"block": 1, "parallel": 1}.get(kind, 0)
-    return sum(layers - layer - first_run for layer in on) / layers
-
-
 def edited_losses(
     objective: Objective,
     dense: DenseStates,

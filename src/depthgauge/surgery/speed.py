@@ -138,10 +138,3 @@ def timed(device: torch.device, work: Callable[[], Any]) -> float:
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / 1000
-
-
-def device_time(device: torch.device) -> float:
-    """Return the time after all work on a device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
