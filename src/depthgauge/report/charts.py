@@ -106,7 +106,7 @@ def draw(plot: Plot, height: int) -> Figure:
     named += [] if heat is None else [name for name, _ in heat.states]
     lines = -(-sum(_MARK + _LETTER * min(40, len(name)) for name in named if name) // _LEGEND)
     top = 52 if heat is not None and not heat.states else 16 + _LINE * lines
-    left, right = 16 if plot.flat else 60 if heat is None else 48, 60 if plot.second and heat is None else 28
+    left, right = (16, 16) if plot.flat else (48, 28) if heat is not None else (60, 60 if plot.second else 12)
     layout = _LOOK | {
         "xaxis": x, "yaxis": y, "margin": {"l": left, "r": right, "t": top, "b": 44}, "bargap": 0.35,
         "barmode": "group", "shapes": [_line(one, plot) for one in plot.lines],
@@ -210,7 +210,7 @@ def _axis(axis: Axis, plot: Plot) -> Figure:
         found |= _names(axis.names)
     elif axis.kind == "rows":
         found |= {
-            "tickvals": list(range(len(axis.names))), "ticktext": [label(short(name, 40)) for name in axis.names],
+            "tickvals": list(range(len(axis.names))), "ticktext": [label(short(name, 36)) for name in axis.names],
             "range": [len(axis.names) - 0.5, -0.5], "automargin": True, "showgrid": False, "ticklabelstandoff": 6,
         }  # fmt: skip
     elif axis.kind == "down":
@@ -242,7 +242,7 @@ def _heat_traces(heat: Heat, plot: Plot) -> list[Figure]:
     trace = {
         "type": "heatmap", "x": list(heat.columns), "y": list(plot.value.names), "hoverongaps": False,
         "hoverinfo": "text", "hovertext": texts,
-        "xgap": heat.gap, "ygap": heat.gap,
+        "xgap": heat.gap, "ygap": 10 if heat.states else heat.gap,
     }  # fmt: skip
     if heat.states:
         colors = [(k, end, color) for k, (_, color) in enumerate(heat.states) for end in (0, 1)]
