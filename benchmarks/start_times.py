@@ -23,8 +23,7 @@ COMMANDS = {
     "gauge unknown-type": 2,
     "gauge cut-weights": 2,
     "gauge cut.gguf": 2,
-    "gauge cut-weights --images nowhere": 2,
-    "gauge cut-weights --pairs cut.gguf": 2,
+    "gauge cut-weights --data nowhere": 2,
     "gauge whisper": 2,
     "shrink unknown-type --remove 1 --out smaller": 2,
     "evaluate unknown-type": 2,
@@ -43,7 +42,7 @@ def make_inputs(folder: Path) -> None:
         (folder / name / "config.json").write_text(config.replace("{}", '{"model_type": "llama"}'))
         (folder / name / "model.safetensors").write_bytes(b"cut")
     (folder / "whisper").mkdir()
-    config = '{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}'
+    config = '{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "num_mel_bins": 80}'
     (folder / "whisper" / "config.json").write_text(config)
     (folder / "whisper" / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     tokens = b"".join(struct.pack("<Q", 5) + b"token" for _ in range(262_144))  # as many as Gemma has

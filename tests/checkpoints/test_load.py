@@ -15,8 +15,8 @@ from tiny_models import tiny_model, tokens
 
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints import load
-from depthgauge.checkpoints import text_files as text
 from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.inputs import text_files as text
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import short

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 import depthgauge
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints import text_files
-from depthgauge.checkpoints.text_files import TextContent, TextFile, find_text, lines_between, read_text, split_field
+from depthgauge.checkpoints.inputs import text_files
+from depthgauge.checkpoints.inputs.text_files import (
+    TextContent,
+    TextFile,
+    find_text,
+    lines_between,
+    read_text,
+    split_field,
+)
 from depthgauge.checkpoints.windows import tokenize_text
 
 PLAIN = {
@@ -76,22 +83,23 @@ def test_our_own_files_are_read() -> None:
     [
         ("data.json", '{"text": "a"}', "JSON"),
         ("data", '\n  [{"text": "a"},\n {"text": "b"}]', "JSON"),
-        ("pretty.txt", '{\n  "text": "a",\n  "more": 1\n}\n{\n  "text": "b"\n}\n', "JSON"),
-        ("numbers.txt", "[1, 2, 3]", "JSON"),
-        ("bom.txt", '\ufeff["a", "b"]', "JSON"),
-        ("lines.txt", lines({"text": "a"}, {"text": "b"}), "JSON"),
+        ("pretty.js", '{\n  "text": "a",\n  "more": 1\n}\n{\n  "text": "b"\n}\n', "JSON"),
+        ("numbers", "[1, 2, 3]", "JSON"),
+        ("bom", '\ufeff["a", "b"]', "JSON"),
+        ("lines", lines({"text": "a"}, {"text": "b"}), "JSON"),
         ("page.html", "<p>Text</p>", "an HTML page"),
-        ("page.txt", " <!DOCTYPE html>\n<html><body>Text</body></html>", "an HTML page"),
+        ("page.tpl", " <!DOCTYPE html>\n<html><body>Text</body></html>", "an HTML page"),
         ("page", '<?xml version="1.0"?>\n<!-- c -->\n<HTML lang="en">Text</HTML>', "an HTML page"),
         ("data.csv", "id,text\n1,a\n", "comma-separated values"),
         ("data.TSV", "id\ttext\n1\ta\n", "tab-separated values"),
     ],
 )
-def test_markup_is_refused_unless_it_is_requested(write: Any, name: str, content: str, kind: str) -> None:
+def test_markup_is_refused_unless_the_name_says_that_it_is_text(write: Any, name: str, content: str, kind: str) -> None:
     path = write(name, content)
-    with pytest.raises(InputError, match=f"is not plain text but {kind}, and its markup .* or use --as-is"):
+    with pytest.raises(InputError, match=f"is not plain text but {kind}, and its markup .* a name that ends with .txt"):
         find_text(path)
-    found = find_text(path, as_is=True)
+    path = write(f"{name}.txt", content)
+    found = find_text(path)
     assert found == TextFile(path)
     assert read(found).pieces == (content,)
 
@@ -127,8 +135,6 @@ def test_the_field_is_named_after_the_path(write: Any, monkeypatch: pytest.Monke
     for text in ("missing.jsonl:text", "missing.jsonl", "missing.txt"):
         with pytest.raises(InputError, match=r"cannot read text missing\.\w+: No such file"):
             read(find_text(text))
-    with pytest.raises(InputError, match=r"--as-is reads .* as plain text, and .* names its field 'note'"):
-        find_text(write("more.jsonl", "{}").with_name("more.jsonl:note"), as_is=True)
     # A field can be named for any file with one object per line.
     assert read(find_text(f"{write('data.txt', lines({'text': 'a'}))}:text")).pieces == ("a\n\n",)
 

@@ -66,7 +66,8 @@ def test_tables(run: Run) -> None:
     for word in ("η", "Theorem", "orders of magnitude"):  # of the papers: on the page and in the document
         assert word not in outcome.out
     # On a slow machine a line of progress may stand between these two.
-    said = outcome.err.splitlines()
+    first, *said = outcome.err.splitlines()
+    assert first == "reading corpus.txt as text"
     assert said[0].startswith("it fits: ")
     assert "loading llama" in said
 

@@ -15,7 +15,6 @@ from tiny_speech import save_wave
 
 from depthgauge.checkpoints.config_file import check_config, is_known
 from depthgauge.checkpoints.gguf_header import check_gguf
-from depthgauge.checkpoints.input_kinds import main_input
 from depthgauge.checkpoints.library import CheckpointError
 
 # Runs each command of a JSON list and prints for each: its exit code, its error, and the slow modules that it imported.
@@ -64,30 +63,43 @@ REFUSED = {
     "shrink good --remove 1 --out new --evaluate no_such_task": "there is no task 'no_such_task'",
     "shrink good --remove 1 --text nowhere.txt --out new": "cannot read text nowhere.txt",
     "shrink unknown --remove 1 --out new": "unknown is a 'fantasy' model",
-    "gauge vit --images nowhere": "--images must be a directory of images, and nowhere is none",
-    "gauge vit --images empty": "empty contains no images",
-    "gauge vit --images photos --labels nowhere.csv": "cannot read the labels nowhere.csv",
-    "gauge vit --images photos --labels short.csv": "short.csv has no label for 1 image of photos, such as b.png",
-    "gauge vit --images photos --labels other.csv": "the label 'dog' of a.png is none of the 2 labels of the model",
-    "gauge vit --images photos --labels other.csv --text empty": "--text is about text",
-    "gauge bare-vit --images photos --labels other.csv": "bare-vit is a ViTModel; leave --labels out",
-    "gauge vit": "vit is a ViTForImageClassification, which reads pixel_values; give it images with --images DIR",
-    "gauge no-processor --images photos": "contains no image processor, expected preprocessor_config.json",
-    "gauge good --images photos": "good is a LlamaForCausalLM, which reads input_ids; give it text with --text",
-    "gauge clip --images photos": "clip is a clip model with a vision tower and other parts",
-    "gauge good --pairs nowhere.jsonl": "cannot read the pairs nowhere.jsonl",
-    "gauge good --pairs no.jsonl": "line 2 of no.jsonl is not JSON: Expecting property name",
-    "gauge good --pairs half.jsonl": "line 1 of half.jsonl has no text in the field 'target'",
-    "gauge good --pairs pairs.jsonl": "good is no encoder–decoder model",
-    "gauge bart": "bart is an encoder–decoder model; give it pairs",
-    "gauge bart --audio recordings": "bart is an encoder–decoder model; give it pairs",
-    "gauge whisper --audio empty": "empty contains no WAV files",
-    "gauge whisper --audio recordings": "whisper contains no feature extractor",
-    "shrink whisper --remove 1 --out new --audio photos": "photos contains no WAV files",
-    "shrink whisper --remove 1 --out new": "give it recordings and their transcripts with --audio DIR",
-    "shrink vit --remove 1 --out new --images nowhere": "nowhere is none",
-    "shrink vit --remove 1 --out new --images photos --labels other.csv": "the label 'dog' of a.png is none of the 2",
-    "shrink good --remove 1 --out new --pairs pairs.jsonl": "good is no encoder–decoder model",
+    "gauge vit --data nowhere": "cannot read text nowhere: No such file or directory",
+    "gauge vit --data empty": "empty contains no images and no WAV files",
+    "gauge vit --data photos --data nowhere.csv": "cannot read nowhere.csv",
+    "gauge vit --data photos --data short.csv": "short.csv has no label for 1 image of photos, such as b.png",
+    "gauge vit --data photos --data other.csv": "the label 'dog' of a.png is none of the 2 labels of the model",
+    "gauge vit --data photos --data other.csv --data text.txt": "beside which one file of labels can be given",
+    "gauge vit --data photos --bos no": "--bos is about text, and photos has images; leave it out",
+    "gauge vit --data text.txt": "which reads images; give it a folder of images with --data DIR; text.txt has text",
+    "gauge bare-vit --data photos --data other.csv": "bare-vit is a ViTModel; leave the file of labels out",
+    "gauge vit": "vit is a ViTForImageClassification, which reads images; give it a folder of images with --data DIR",
+    "gauge no-processor --data photos": "contains no image processor, expected preprocessor_config.json",
+    "gauge good --data photos": "good is a LlamaForCausalLM, which reads text; give it text with --data FILE",
+    "gauge clip --data photos": "clip is a CLIPModel with a vision tower and other parts",
+    "gauge good --data nowhere.jsonl": "cannot read text nowhere.jsonl",
+    "gauge good --data no.jsonl": "line 2 of no.jsonl is not JSON: Expecting property name",
+    "gauge bart --data half.jsonl": "line 2 of half.jsonl lacks source or target; give both",
+    "gauge good --data pairs.jsonl": "which reads text; give it text with --data FILE; pairs.jsonl has pairs",
+    "gauge good --data other.csv": "other.csv is not plain text but comma-separated values",
+    "gauge good --data text.txt --data pairs.jsonl": "gauge reads one text; give one file, or join the files",
+    "gauge good --data text.txt --samples 3": "--samples is a number of images, labelled texts, pairs or recordings",
+    "gauge good --data text.txt --stack encoder": "--stack is for encoder–decoder models",
+    "gauge good --stack all": "stack must be one of decoder, encoder",
+    "gauge bart": "which reads pairs of a source and a target; give it JSON lines with source and target",
+    "gauge bart --data text.txt": "give it JSON lines with source and target, with --data FILE.jsonl; text.txt has",
+    "gauge whisper --data recordings --data other.csv": "recordings has recordings, whose transcripts are beside them",
+    "gauge whisper --data recordings": "whisper contains no feature extractor",
+    "shrink whisper --remove 1 --out new --data photos": "which reads recordings with transcripts; give it a folder of",
+    "shrink whisper --remove 1 --out new": "give it a folder of WAV files with transcripts, with --data DIR",
+    "shrink vit --remove 1 --out new --data empty": "empty contains no images",
+    "shrink vit --remove 1 --out new --data photos --data other.csv": "the label 'dog' of a.png is none of the 2",
+    "shrink good --remove 1 --out new --data pairs.jsonl": "good is a LlamaForCausalLM, which reads text",
+    "gauge vit --images photos": "--images is gone: --data takes files of every kind",
+    "shrink vit --remove 1 --out new --labels other.csv": "--labels is gone: give the file to --data",
+    "gauge bart --pairs pairs.jsonl": "--pairs is gone: --data takes files of every kind",
+    "gauge whisper --audio recordings": "--audio is gone: --data takes files of every kind",
+    "recover good --teacher good --out new --as-is": "--as-is is gone: --data reads a file whose name ends with .txt",
+    "evaluate good --as-is": "--as-is is gone: --data reads a file whose name ends with .txt",
     "evaluate unknown": "unknown is a 'fantasy' model",
     "evaluate good --tasks no_such_task": "there is no task 'no_such_task'",
     "evaluate good --perplexity nowhere.txt": "cannot read text nowhere.txt",
@@ -103,7 +115,6 @@ REFUSED = {
     "shrink good --sizes 0,2 --out new": "sizes must be numbers of blocks",
     "shrink good --max-bytes much --out new": "max-bytes must be a size",
     "shrink good --remove 1 --sampled 0 --out new": "--sampled 0 divides the windows between --text and the model",
-    "shrink good --remove 1 --as-is --out new": "--as-is says how to read a file of text, and none is given",
     "shrink good --remove 1 --text text.txt --text ./text.txt --out new": "the text text.txt is given twice",
     "shrink good --remove 1 --window 1 --out new": "window must be a whole number of at least 2, got 1",
     "shrink good --remove 1 --device-map abc --out new": "device_map must be one of auto",
@@ -117,7 +128,6 @@ REFUSED = {
     "gauge --report page": "--report writes a page, and page is not the name of one",
     "gauge good --window 0": "window must be a whole number of at least 2, got 0",
     "gauge good --tokens 1": "tokens must be a whole number of at least 2, got 1",
-    "gauge good --as-is": "--as-is says how to read a file of text, and none is given",
     "gauge good --device-map abc": "device_map must be one of auto",
     "gauge good --device-map auto --stream": "so --stream has no effect",
     "gauge good --stream --dtype float16": "good cannot be streamed: its dtype is the stored one",
@@ -125,7 +135,7 @@ REFUSED = {
     "gauge good --weights-only --text text.txt": "--text applies to text, and --weights-only reads none",
     "gauge good --weights-only --no-what-if": "--what-if applies to text, and --weights-only reads none",
     "gauge good --weights-only --seed 3": "--seed applies to text, and --weights-only reads none",
-    "gauge vit --images photos --samples 0": "samples must be a whole number of at least 1, got 0",
+    "gauge vit --data photos --samples 0": "samples must be a whole number of at least 1, got 0",
     "gauge --samples 0": "samples must be a whole number of at least 1, got 0",
     "gauge --tokens 0": "tokens must be a whole number of at least 1, got 0",
     "gauge --radius nan": "radius must be a positive number, got nan",
@@ -134,7 +144,6 @@ REFUSED = {
     "evaluate good --limit 60 --perplexity text.txt": "--limit has no effect without --tasks; leave it out",
     "evaluate good --confidence 0.9": "--confidence has no effect without --tasks and a second model; leave it out",
     "evaluate good bare-vit --confidence 0.9 --perplexity text.txt": "--confidence has no effect without --tasks",
-    "evaluate good --as-is": "--as-is says how to read a file of text, and none is given",
     "evaluate good --perplexity text.txt --window 1": "window must be a whole number of at least 2, got 1",
     "evaluate good --perplexity text.txt --perplexity photos/../text.txt": "has the name 'text.txt' twice",
     "evaluate good --perplexity :text.txt": "has the name '' twice, or none; give each text its own, NAME:FILE",
@@ -197,12 +206,17 @@ def _save_other_inputs(folder: Path, weights: bytes) -> None:
     """Save models of images, of speech and of pairs as far as refusals read them, and inputs for them."""
     names = {"label2id": {"cat": 0, "tabby": 1}}
     models = {
-        "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], **names},
-        "no-processor": {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+        "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "patch_size": 16, **names},
+        "no-processor": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "patch_size": 16},
         "bare-vit": {"model_type": "vit", "architectures": ["ViTModel"]},
         "clip": {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}},
         "bart": {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True},
-        "whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+        "whisper": {
+            "model_type": "whisper",
+            "architectures": ["WhisperForConditionalGeneration"],
+            "num_mel_bins": 80,
+            "is_encoder_decoder": True,
+        },
     }
     for name, config in models.items():
         (folder / name).mkdir()
@@ -212,32 +226,14 @@ def _save_other_inputs(folder: Path, weights: bytes) -> None:
             (folder / name / "preprocessor_config.json").write_text("{}")
     files = {
         "photos/a.png": "", "photos/b.png": "", "short.csv": "a.png,cat\n", "other.csv": "a.png,dog\nb.png,cat\n",
-        "pairs.jsonl": '{"source": "a", "target": "b"}\n', "half.jsonl": '{"source": "a"}\n',
+        "pairs.jsonl": '{"source": "a", "target": "b"}\n', 
+        "half.jsonl": '{"source": "a", "target": "b"}\n{"source": "a"}\n',
         "text.txt": "some text", "no.jsonl": '{"source": "a", "target": "b"}\n{\n', "recordings/a.txt": "text",
     }  # fmt: skip
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     save_wave(folder / "recordings" / "a.wav", [0] * 100)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ViTForImageClassification", "WhisperForConditionalGeneration", "BertModel", "LlamaForSequenceClassification",
-        "CLIPVisionModel", "CLIPModel", "T5ForConditionalGeneration", "Dinov2Model", "Wav2Vec2ForCTC", "ASTModel",
-    ],
-)  # fmt: skip
-def test_the_source_of_transformers_names_the_main_input(name: str) -> None:
-    import transformers
-
-    found = main_input(name)
-    assert found is not None
-    assert found[0] == getattr(transformers, name).main_input_name
-
-
-def test_the_main_input_of_other_classes_is_not_known() -> None:
-    assert main_input("FantasyModel") is None
 
 
 def test_refusals_import_neither_torch_nor_transformers(folder: Path) -> None:

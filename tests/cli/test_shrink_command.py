@@ -328,7 +328,7 @@ def test_bad_requests_end_with_one_sentence(run: Run, workflow: Workflow, argume
         ("m --remove 7 --out s --report old.html --resume", "old.html exists; use --overwrite"),
         (
             "m --remove 7 --text old.html --out s --report old.html --overwrite",
-            "--report and --text old.html are the same file",
+            "--report and --data old.html are the same file",
         ),
         ("old.html --remove 7 --out s --report old.html --overwrite", "--report and MODEL are the same file"),
         ("m --remove 7 --plan-only corpus.txt", "corpus.txt exists; use --overwrite"),
@@ -385,7 +385,7 @@ def test_help_teaches_by_examples(run: Run) -> None:
     words = " ".join(outcome.out.split())
     for example in ("--remove 25%", "--max-increase 0.1 --confidence 0.95", "--plan-only plan.json", "--from-plan"):
         assert example in words
-    for panel in ("Size and guarantee", "Text", "Model", "Files"):
+    for panel in ("Size and guarantee", "Data", "Model", "Files"):
         assert f"─ {panel} ─" in words
     assert "list[Path]" not in words
 

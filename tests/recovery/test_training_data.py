@@ -13,12 +13,12 @@ from tiny_checkpoints import WORDS, save_tokenizer, text_of
 from tiny_models import tiny_model
 
 from depthgauge.base.errors import InputError, MissingPackageError
-from depthgauge.checkpoints import text_files
 from depthgauge.checkpoints.hub_data import HubData, find_data
+from depthgauge.checkpoints.inputs import text_files
+from depthgauge.checkpoints.inputs.text_files import TextFile, find_text
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import TextFile, find_text
 from depthgauge.recovery import training_data as made_here
 from depthgauge.recovery.held_runs import RUN, HeldRuns
 from depthgauge.recovery.training_data import RecoveryData, training_data

@@ -97,7 +97,7 @@ def test_recordings_are_not_called_texts_or_windows() -> None:
     document["plan"]["calibration"]["sources"] = [
         document["plan"]["calibration"]["sources"][0] | {"kind": "recordings", "name": "spoken"}
     ]
-    document["plan"]["settings"] |= {"text": [], "audio": "spoken"}
+    document["plan"]["settings"] |= {"text": ["spoken"]}
     parts, record = parts_of(document), check_shrink(document)
     assert parts["texts"].title == "What it costs on your recordings"
     assert "by kind" not in parts["texts"].table.title

@@ -23,7 +23,7 @@ WINDOW, SAMPLES, NO = 16, 73, "–"
 # What a refusal or a note may say, and how the table says it.
 KNOWN = {
     r"which reads \w+; give a model of text": "reads neither text nor images",
-    r"which reads \w+; give it recordings": "reads recordings, which were not given",
+    r"which reads recordings": "reads recordings, which were not given",
     r"model with stages: its configuration": "a number of heads for each stage",
     r"without layers: its configuration has no": "no number of layers in its configuration",
     r"Unrecognized configuration class": "`AutoModelForCausalLM` does not know its text model",
@@ -140,13 +140,13 @@ def _given(case: FamilyCase, model: Any, dense: Path) -> tuple[dict[str, Any], d
     folder = dense.parent
     if model.main_input_name == "pixel_values":
         save_processor(dense, model.config)
-        return {"images": save_images(folder / "images", SAMPLES)}, {"samples": 2}
+        return {"text": save_images(folder / "images", SAMPLES)}, {"samples": 2}
     # Beside the model: transformers reads the tokenizers of some families in its own way.
     has_two = bool(model.config.is_encoder_decoder)
     save_tokenizer(folder / "tokenizer", special=has_two or case.kind == "encoder")
     common = {"tokenizer": str(folder / "tokenizer"), "window": WINDOW}
     if has_two:
-        return {"pairs": save_pairs(folder / "pairs.jsonl", SAMPLES), **common}, {"samples": 2}
+        return {"text": save_pairs(folder / "pairs.jsonl", SAMPLES), **common}, {"samples": 2}
     text = folder / "corpus.txt"
     text.write_text(text_of(1500))
     return {"text": str(text), "force": True, **common}, {"tokens": 2 * WINDOW}

@@ -8,8 +8,8 @@ HOSTILE = "</script><script>alert(1)</script>"
 _SETTINGS = {
     "remove": "7", "remove_layers": None, "sizes": None, "max_bytes": None, "max_increase": None, "keep": None,
     "confidence": 0.95, "effort": "default", "no_repair": False, "recover": "2M", "general": None, "evaluate": None,
-    "text": ["corpus.txt", "more text.txt"], "images": None, "labels": None, "pairs": None, "audio": None,
-    "stack": None, "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
+    "text": ["corpus.txt", "more text.txt"],
+    "stack": None, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
     "dtype": "float32", "device": "cpu", "device_map": None, "stream": False, "tokenizer": None, "gguf_type": None,
     "force": False, "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
 }  # fmt: skip

@@ -12,11 +12,11 @@ from tiny_checkpoints import WORDS, save_tokenizer, text_of
 from tiny_models import tiny_model
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints import text_files as reading
+from depthgauge.checkpoints.inputs import text_files as reading
+from depthgauge.checkpoints.inputs.text_files import find_text, find_texts
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import find_text, find_texts
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.surgery import calibration as parts
 from depthgauge.surgery.calibration import Calibration, prepare_calibration, windows_digest

@@ -14,9 +14,10 @@ from tiny_vision import LABELS, VISION, image_processor, save_images, save_visio
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.found_inputs import find_images
-from depthgauge.checkpoints.image_files import read_images
+from depthgauge.checkpoints.inputs.found_data import find_data
+from depthgauge.checkpoints.inputs.read_data import read_data
 from depthgauge.cli.main import main
+from depthgauge.results.gauge_options import GaugeOptions
 
 SMALL = {"device": "cpu"}
 QUICK = {"remove": 1, "effort": "quick", "device": "cpu"}
@@ -49,15 +50,16 @@ def without(model: Any, layer: int) -> Any:
 
 
 def pixels_of(place: Path, name: str, count: int) -> Any:
-    return read_images(
-        find_images(place / "photos", place / "photos.jsonl"), image_processor(name), vision_model("vit").config,
+    given = GaugeOptions(text=(str(place / "photos"), str(place / "photos.jsonl")))
+    return read_data(
+        find_data(given), image_processor(name), vision_model("vit").config,
         wanted=count, seed=0,
     ).inputs  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VISION)
 def test_gauge_measures_what_is_lost_without_a_block(name: str, place: Path) -> None:
-    result = dg.gauge(place / name, images=place / "photos", samples=3, **SMALL)
+    result = dg.gauge(place / name, text=place / "photos", samples=3, **SMALL)
     subject = result.to_json()["subjects"][0]
     model, pixels = vision_model(name), pixels_of(place, name, 3).inputs["pixel_values"]
     intact = outputs(model, pixels).double().flatten(1)
@@ -71,7 +73,7 @@ def test_gauge_measures_what_is_lost_without_a_block(name: str, place: Path) -> 
     text = subject["text"]
     assert (text["kind"], text["windows"]) == ("images", 3)
     assert text["window"] == {"siglip": 4, "deit": 6}.get(name, 5)  # patches, and the tokens before them
-    assert "images" in result.settings.given()
+    assert result.settings.text == str(place / "photos")
 
 
 @pytest.mark.usefixtures("forked_verification")
@@ -80,7 +82,7 @@ def test_shrink_writes_a_model_that_its_class_loads(name: str, place: Path, tmp_
     import transformers
 
     out = tmp_path / "out"
-    result = dg.shrink(place / name, images=place / "photos", out=out, report=tmp_path / "page.html", **QUICK)
+    result = dg.shrink(place / name, text=place / "photos", out=out, report=tmp_path / "page.html", **QUICK)
     record = result.record
     kind = getattr(transformers, VISION[name][0])
     again, found = kind.from_pretrained(out, output_loading_info=True)
@@ -107,7 +109,7 @@ def test_the_command_line_and_a_fresh_process(
     from transformers import AutoModelForImageClassification
 
     out = tmp_path / "out"
-    words = ["shrink", place / "vit", "--images", place / "photos", "--labels", place / "photos.jsonl", "--remove", "1"]
+    words = ["shrink", place / "vit", "--data", place / "photos", "--data", place / "photos.jsonl", "--remove", "1"]
     words += ["--effort", "quick", "--device", "cpu", "--out", out]
     monkeypatch.setattr(sys, "argv", ["depthgauge", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
@@ -130,7 +132,7 @@ def test_gauge_with_labels_measures_loss_and_accuracy(place: Path, tmp_path: Pat
     table = tmp_path / "labels.csv"
     table.write_text("file_name,label\n" + "".join(f"{i:03}.png,{i % 3}\n" for i in range(134)))
     images = place / "photos"
-    subject = dg.gauge(place / "vit", images=images, labels=table, samples=5, what_if="block", **SMALL).subjects[0]
+    subject = dg.gauge(place / "vit", text=[images, table], samples=5, what_if="block", **SMALL).subjects[0]
     samples = pixels_of(place, "vit", 5)
     logits = outputs(vision_model("vit"), samples.inputs["pixel_values"]).double()
     assert subject.baseline is not None
@@ -144,19 +146,19 @@ def test_gauge_with_labels_measures_loss_and_accuracy(place: Path, tmp_path: Pat
 def test_a_model_in_memory_takes_its_image_processor(place: Path) -> None:
     model, processor = vision_model("clip"), image_processor("clip")
     images = place / "photos"
-    gauged = dg.gauge(model, images=images, tokenizer=processor, samples=2, what_if="block")
-    stored = dg.gauge(place / "clip", images=images, samples=2, what_if="block", **SMALL)
+    gauged = dg.gauge(model, text=images, tokenizer=processor, samples=2, what_if="block")
+    stored = dg.gauge(place / "clip", text=images, samples=2, what_if="block", **SMALL)
     assert gauged.to_json()["subjects"][0]["layers"] == stored.to_json()["subjects"][0]["layers"]
-    shrunk = dg.shrink(model, images=images, tokenizer=processor, remove=1, effort="quick", no_repair=True)
+    shrunk = dg.shrink(model, text=images, tokenizer=processor, remove=1, effort="quick", no_repair=True)
     assert type(shrunk.model) is type(model)
     with pytest.raises(InputError, match="a model in memory needs its image processor"):
-        dg.gauge(model, images=images)
+        dg.gauge(model, text=images)
     with pytest.raises(InputError, match="a model in memory needs its image processor"):
-        dg.shrink(model, images=images, remove=1)
+        dg.shrink(model, text=images, remove=1)
 
 
 def test_the_parts_do_not_overlap_and_equal_images_count_once(place: Path, tmp_path: Path) -> None:
-    result = dg.shrink(place / "clip", images=place / "photos", no_repair=True, **QUICK)
+    result = dg.shrink(place / "clip", text=place / "photos", no_repair=True, **QUICK)
     fit, select, certify = (
         [one.numpy().tobytes() for one in getattr(result.certifier.calibration, part).inputs.inputs["pixel_values"]]
         for part in ("fit", "select", "certify")
@@ -166,31 +168,31 @@ def test_the_parts_do_not_overlap_and_equal_images_count_once(place: Path, tmp_p
     for path in list(twice.iterdir()):
         (twice / f"again-{path.name}").write_bytes(path.read_bytes())
     with pytest.raises(InputError, match=r"has 70 different images, and 132 are needed; give more images$"):
-        dg.shrink(place / "clip", images=twice, **QUICK)
+        dg.shrink(place / "clip", text=twice, **QUICK)
     with pytest.raises(InputError, match="and 376 are needed; give more images, or use --effort quick"):
-        dg.shrink(place / "clip", images=twice, remove=1, **SMALL)
+        dg.shrink(place / "clip", text=twice, remove=1, **SMALL)
 
 
 def _broken(folder: Path) -> list[str]:
     (save_images(folder / "images", 3) / "001.png").write_bytes(b"no image")
-    return ["--images", str(folder / "images")]
+    return ["--data", str(folder / "images")]
 
 
 def _empty(folder: Path) -> list[str]:
     (folder / "images").mkdir()
     (folder / "images" / "notes.txt").write_text("no image")
-    return ["--images", str(folder / "images")]
+    return ["--data", str(folder / "images")]
 
 
 def _labels(folder: Path, content: str, name: str = "labels.csv") -> list[str]:
     (folder / name).write_text(content)
-    return ["--images", str(save_images(folder / "images", 2)), "--labels", str(folder / name)]
+    return ["--data", str(save_images(folder / "images", 2)), "--data", str(folder / name)]
 
 
 _ONE = '{"file_name": "000.png", "label": "cat"}'
 BAD: dict[str, tuple[str, Any, str]] = {
-    "empty": ("vit", _empty, "contains no images"),
-    "missing": ("vit", lambda _: ["--images", "nowhere"], "--images must be a directory of images"),
+    "empty": ("vit", _empty, "contains no images and no WAV files"),
+    "missing": ("vit", lambda _: ["--data", "nowhere"], "cannot read text nowhere"),
     "broken": ("vit", _broken, "cannot read the image .*001.png: cannot identify image file"),
     "no label": ("vit", lambda f: _labels(f, "000.png,cat\n"), "has no label for 1 image .*such as 001.png"),
     "other label": ("vit", lambda f: _labels(f, "000.png,cat\n001.png,cow\n"), "'cow' of 001.png is none of the 3"),
@@ -198,20 +200,20 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "columns": ("vit", lambda f: _labels(f, "000.png\n"), "line 1 of .* has 1 column"),
     "field": ("vit", lambda f: _labels(f, f'{_ONE}\n{{"file_name": "a"}}', "l.jsonl"), "line 2 of .* lacks file_name"),
     "json": ("vit", lambda f: _labels(f, "nonsense", "l.jsonl"), "line 1 of .* is not JSON"),
-    "no head": ("dinov2", lambda f: _labels(f, "000.png,0\n001.png,0\n"), "--labels needs a model with a classif"),
-    "no file": ("vit", lambda f: [*_labels(f, "")[:-1], "gone.csv"], "cannot read the labels gone.csv"),
-    "no images": ("vit", lambda _: [], "reads pixel_values; give it images with --images DIR"),
-    "labels alone": ("vit", lambda f: _labels(f, "w1,0\n")[2:], "give it images with --images DIR"),
+    "no head": ("dinov2", lambda f: _labels(f, "000.png,0\n001.png,0\n"), "labels need a model with a classif"),
+    "no file": ("vit", lambda f: [*_labels(f, "")[:-1], "gone.csv"], "cannot read gone.csv"),
+    "no images": ("vit", lambda _: [], "which reads images; give it a folder of images with --data DIR"),
+    "labels alone": ("vit", lambda f: _labels(f, "w1,0\n")[2:], "reads images; .*labels.csv has texts with labels"),
     "text model": (
-        "bert", lambda f: ["--images", str(save_images(f / "images", 2))], "is a BertModel, which reads input_ids"
+        "bert", lambda f: ["--data", str(save_images(f / "images", 2))], "is a BertModel, which reads text; .* images"
     ),
     "text": (
-        "vit", lambda f: ["--images", str(save_images(f / "images", 2)), "--text", "t.txt"],
-        "--text is about text, and --images gives images",
+        "vit", lambda f: ["--data", str(save_images(f / "images", 2)), "--text", "t.txt"],
+        "cannot read t.txt",
     ),
-    "bos": ("vit", lambda f: ["--images", str(f), "--bos", "no"], "--bos is about text"),
-    "window": ("vit", lambda f: ["--images", str(f), "--window", "8"], "--window is about text"),
-    "tokenizer": ("vit", lambda f: ["--images", str(f), "--tokenizer", "t"], "--tokenizer is about text"),
+    "bos": ("vit", lambda f: [*_labels(f, "")[:2], "--bos", "no"], "--bos is about text, and .* has images"),
+    "window": ("vit", lambda f: [*_labels(f, "")[:2], "--window", "8"], "--window is about text"),
+    "tokenizer": ("vit", lambda f: [*_labels(f, "")[:2], "--tokenizer", "t"], "--tokenizer is about text"),
 }  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def test_bad_inputs_are_one_sentence(
     if verb == "shrink":
         command += ["--remove", "1", "--effort", "quick"]
         if case == "broken":
-            command[command.index("--images") + 1] = str(_with_one_broken(place, tmp_path))
+            command[command.index("--data") + 1] = str(_with_one_broken(place, tmp_path))
             said = "cannot read the image .*133.png: cannot identify image file"
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
@@ -248,14 +250,14 @@ def _with_one_broken(place: Path, folder: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("option", ["tokens", "weights_only", "as_is"])
+@pytest.mark.parametrize("option", ["tokens", "weights_only"])
 def test_options_about_text_are_refused_with_images(option: str, place: Path) -> None:
-    with pytest.raises(InputError, match="is about text, and --images gives images; leave it out"):
-        dg.gauge(place / "vit", images=place / "photos", **{option: 4 if option == "tokens" else True})
+    with pytest.raises(InputError, match=r"is about text, and .* has images; leave it out|--weights-only reads none"):
+        dg.gauge(place / "vit", text=place / "photos", **{option: 4 if option == "tokens" else True})
 
 
-def test_samples_are_for_networks_and_images(place: Path) -> None:
-    with pytest.raises(InputError, match="--samples applies to network files, --images, --labels, --pairs and --audio"):
+def test_samples_are_no_windows_of_text(place: Path) -> None:
+    with pytest.raises(InputError, match=r"--samples is a number of images, .* is text; use --tokens"):
         dg.gauge(place / "bert", text=place / "corpus.txt", samples=3)
 
 
@@ -263,10 +265,10 @@ def test_a_model_that_does_not_fit_its_image_processor(place: Path, tmp_path: Pa
     save_vision(tmp_path / "vit", "vit")
     image_processor("vit", size=12).save_pretrained(tmp_path / "vit")
     with pytest.raises(InputError, match=r"cannot compute the output of .*12"):
-        dg.gauge(tmp_path / "vit", images=place / "photos", **SMALL)
+        dg.gauge(tmp_path / "vit", text=place / "photos", **SMALL)
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match=r"contains no image processor, expected preprocessor_config\.json"):
-        dg.gauge(tmp_path / "vit", images=place / "photos", **SMALL)
+        dg.gauge(tmp_path / "vit", text=place / "photos", **SMALL)
 
 
 def test_a_tower_inside_another_model_is_refused(place: Path, tmp_path: Path) -> None:
@@ -275,8 +277,8 @@ def test_a_tower_inside_another_model_is_refused(place: Path, tmp_path: Path) ->
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     vision = small | {"image_size": 8, "patch_size": 4}
     CLIPModel(CLIPConfig(text_config=small | {"vocab_size": 40}, vision_config=vision)).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="model with a vision tower and other parts; save the tower alone"):
-        dg.gauge(tmp_path, images=place / "photos", **SMALL)
+    with pytest.raises(InputError, match="with a vision tower and other parts; save the tower alone"):
+        dg.gauge(tmp_path, text=place / "photos", **SMALL)
 
 
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -293,9 +295,9 @@ def test_models_with_stages_are_refused(name: str, place: Path) -> None:
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
     processor = image_processor("vit", size=32)
     with pytest.raises(InputError, match=said):
-        dg.gauge(model, images=place / "photos", tokenizer=processor)
+        dg.gauge(model, text=place / "photos", tokenizer=processor)
     with pytest.raises(InputError, match=said):
-        dg.shrink(model, images=place / "photos", tokenizer=processor, remove=1)
+        dg.shrink(model, text=place / "photos", tokenizer=processor, remove=1)
 
 
 def test_labels_are_names_or_numbers(place: Path) -> None:

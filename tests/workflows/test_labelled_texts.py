@@ -12,10 +12,11 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.found_inputs import find_labelled
+from depthgauge.checkpoints.inputs.found_data import find_data
+from depthgauge.checkpoints.inputs.read_data import read_data
 from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.pair_files import read_labelled
 from depthgauge.checkpoints.samples import Samples
+from depthgauge.results.gauge_options import GaugeOptions
 
 CLASSES = {"bert": "BertForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}
 NAMES = ("bad", "good", "neither")
@@ -57,8 +58,8 @@ def samples_of(place: Path, name: str, count: int) -> Samples:
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer, config = (auto.from_pretrained(place / name) for auto in (AutoTokenizer, AutoConfig))
-    found = find_labelled(place / "reviews.jsonl")
-    return read_labelled(found, tokenizer, config, wanted=count, longest=128, seed=0).inputs
+    found = find_data(GaugeOptions(text=str(place / "reviews.jsonl")), CLASSES[name])
+    return read_data(found, tokenizer, config, wanted=count, seed=0).inputs
 
 
 def loss_and_accuracy(folder: Path, samples: Samples, skipped: int | None = None) -> tuple[float, float]:
@@ -79,7 +80,7 @@ def loss_and_accuracy(folder: Path, samples: Samples, skipped: int | None = None
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_gauge_measures_loss_and_accuracy(name: str, place: Path) -> None:
-    result = dg.gauge(place / name, labels=place / "reviews.jsonl", samples=6, **SMALL)
+    result = dg.gauge(place / name, text=place / "reviews.jsonl", samples=6, **SMALL)
     subject = result.subjects[0]
     samples = samples_of(place, name, 6)
     assert len({int(one.sum()) for one in samples.inputs["attention_mask"]}) > 3  # texts of different lengths
@@ -97,7 +98,7 @@ def test_gauge_measures_loss_and_accuracy(name: str, place: Path) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_shrink_measures_loss_and_accuracy(name: str, place: Path, tmp_path: Path) -> None:
     out = tmp_path / "smaller"
-    result = dg.shrink(place / name, labels=place / "reviews.jsonl", remove=1, effort="quick", out=out, **SMALL)
+    result = dg.shrink(place / name, text=place / "reviews.jsonl", remove=1, effort="quick", out=out, **SMALL)
     record, certified = result.record, result.certifier.inputs
     assert isinstance(certified, Samples)
     assert (record.objective, record.plan.calibration.noun) == ("labels", "text")
@@ -112,9 +113,10 @@ def test_shrink_measures_loss_and_accuracy(name: str, place: Path, tmp_path: Pat
     assert "reviews.jsonl" in card
 
 
+_GOOD = '{"text": "w1", "label": 0}'
 BAD = {
-    "nothing.jsonl": ("", "contains no texts; give JSON lines with the fields text and label, or CSV with both"),
-    "no-label.jsonl": ('{"text": "w1"}', "line 1 of .* lacks text or label; give both"),
+    "nothing.csv": ("", "contains no texts; give JSON lines with the fields text and label, or CSV with both"),
+    "no-label.jsonl": (f'{_GOOD}\n{{"text": "w1"}}', "line 2 of .* lacks text or label; give both"),
     "no-text.jsonl": ('{"text": "", "label": 1}', "line 1 of .* lacks text or label; give both"),
     "three.csv": ("text,label\nw1,w2,good\n", "line 2 of .* has 3 columns; a file of labels has two, text and label"),
     "unknown.csv": ('"w1, w2",best\n', "the label 'best' of the text 'w1, w2' is none of the 3 labels of the model"),
@@ -126,17 +128,19 @@ def test_bad_files_are_refused(name: str, place: Path, tmp_path: Path) -> None:
     content, sentence = BAD[name]
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=sentence):
-        dg.gauge(place / "bert", labels=tmp_path / name, **SMALL)
+        dg.gauge(place / "bert", text=tmp_path / name, **SMALL)
 
 
-def test_models_that_predict_no_label_are_refused(place: Path, tmp_path: Path) -> None:
+def test_labels_are_read_for_classifiers_of_texts_alone(place: Path, tmp_path: Path) -> None:
     save_classifier(tmp_path / "tokens", "bert", "BertForTokenClassification")
-    with pytest.raises(InputError, match=r"for whole inputs, and .* is a BertForTokenClassification"):
-        dg.gauge(tmp_path / "tokens", labels=place / "reviews.jsonl", **SMALL)
+    read = dg.gauge(tmp_path / "tokens", text=place / "reviews.jsonl", what_if="none", **SMALL).subjects[0]
+    assert (read.text.kind, read.model.objective) == ("text", "logits")
     save_classifier(tmp_path / "unpadded", "qwen3", pad=None)
     with pytest.raises(InputError, match="texts of different lengths need a padding token, and the model has none"):
-        dg.gauge(tmp_path / "unpadded", labels=place / "reviews.jsonl", **SMALL)
-    with pytest.raises(InputError, match="--text is about text, and --labels gives texts with labels; leave it out"):
-        dg.gauge(place / "bert", labels=place / "reviews.jsonl", text=place / "reviews.jsonl", **SMALL)
+        dg.gauge(tmp_path / "unpadded", text=place / "reviews.jsonl", **SMALL)
+    with pytest.raises(InputError, match=r"--tokens is about text, and .* has texts with labels; leave it out"):
+        dg.gauge(place / "bert", text=place / "reviews.jsonl", tokens=64, **SMALL)
+    fields = dg.gauge(place / "bert", text=f"{place / 'reviews.jsonl'}:text", what_if="none", **SMALL).subjects[0]
+    assert (fields.text.kind, fields.model.objective) == ("text", "logits")
     with pytest.raises(InputError, match="different texts, and 376 are needed; give more texts, or"):
-        dg.shrink(place / "bert", labels=place / "reviews.jsonl", remove=1, **SMALL)
+        dg.shrink(place / "bert", text=place / "reviews.jsonl", remove=1, **SMALL)

@@ -22,15 +22,16 @@ from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import encoded
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family, Sublayer
-from depthgauge.checkpoints.found_inputs import find_pairs
+from depthgauge.checkpoints.inputs.found_data import FoundData, find_data
+from depthgauge.checkpoints.inputs.read_data import read_data
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.recovery.distillation import Trained, distil
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
+from depthgauge.results.gauge_options import GaugeOptions
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import repair
 from depthgauge.surgery.block_search import Search
@@ -51,12 +52,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def pairs_of(place: Path) -> FoundData:
+    return find_data(GaugeOptions(text=str(place / "pairs.jsonl")))
+
+
 def samples_of(place: Path, name: str, count: int) -> Samples:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place / name)
     config = paired_model(name).config
-    return read_pairs(find_pairs(place / "pairs.jsonl"), tokenizer, config, wanted=count, longest=128, seed=0).inputs
+    return read_data(pairs_of(place), tokenizer, config, wanted=count, seed=0).inputs
 
 
 def keys_of(name: str, stack: str) -> tuple[str, ...]:
@@ -82,7 +87,7 @@ def listed(model: Any, stack: str) -> torch.nn.ModuleList:
 
 @pytest.mark.parametrize(("name", "stack"), EACH)
 def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: Path) -> None:
-    result = dg.gauge(place / name, pairs=place / "pairs.jsonl", stack=stack, samples=4, what_if="block", device="cpu")
+    result = dg.gauge(place / name, text=place / "pairs.jsonl", stack=stack, samples=4, what_if="block", device="cpu")
     subject = result.subjects[0]
     model, samples = paired_model(name), samples_of(place, name, 4)
     intact = plain_losses(model, samples)
@@ -129,7 +134,7 @@ def test_shrink_writes_a_smaller_model(
     from transformers import AutoModelForSeq2SeqLM
 
     out = tmp_path / "out"
-    words = ["depthgauge", "shrink", place / name, "--pairs", place / "pairs.jsonl", "--out", out]
+    words = ["depthgauge", "shrink", place / name, "--data", place / "pairs.jsonl", "--out", out]
     words += ["--effort", "quick", "--device", "cpu"] + ([] if stack == "decoder" else ["--stack", stack])
     words += ["--remove-layers", "1,6"] if stack == "both" else ["--remove", "1"]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
@@ -171,8 +176,9 @@ def test_targets_follow_the_token_after_which_the_model_generates(
     from transformers import AutoTokenizer
 
     config = SimpleNamespace(pad_token_id=0, **settings)
+    config.get_text_config = lambda: config
     tokenizer = AutoTokenizer.from_pretrained(place / "t5")
-    found = read_pairs(find_pairs(place / "pairs.jsonl"), tokenizer, config, wanted=3, longest=8, seed=0)
+    found = read_data(pairs_of(place), tokenizer, config, wanted=3, window=8, seed=0)
     assert found.inputs.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 3
 
 
@@ -304,7 +310,7 @@ def test_a_model_that_would_not_generate_is_refused_before_the_work(stack: str, 
     model = paired_model("t5")
     del model.encoder.block[3]
     model.config.num_layers = 3
-    given = {"pairs": place / "pairs.jsonl", "tokenizer": AutoTokenizer.from_pretrained(place / "t5")}
+    given = {"text": place / "pairs.jsonl", "tokenizer": AutoTokenizer.from_pretrained(place / "t5")}
     options = {"stack": stack, "effort": "quick", "no_repair": True}
     if stack == "encoder":
         with pytest.raises(CheckpointError, match=r"with 2 blocks in its encoder, .* cannot generate in transformers"):
@@ -318,31 +324,38 @@ def test_a_model_in_memory_takes_pairs(place: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place / "bart")
-    result = dg.shrink(paired_model("bart"), pairs=place / "pairs.jsonl", tokenizer=tokenizer, remove=1, effort="quick")
+    result = dg.shrink(paired_model("bart"), text=place / "pairs.jsonl", tokenizer=tokenizer, remove=1, effort="quick")
     assert result.model.config.decoder_layers == 2
     assert result.model.config.encoder_layers == 4
     with pytest.raises(InputError, match="a model in memory needs its tokenizer"):
-        dg.gauge(paired_model("bart"), pairs=place / "pairs.jsonl")
+        dg.gauge(paired_model("bart"), text=place / "pairs.jsonl")
 
 
 def _lines(folder: Path, *lines: str) -> list[str]:
     (folder / "p.jsonl").write_text("\n".join(lines))
-    return ["--pairs", str(folder / "p.jsonl")]
+    return ["--data", str(folder / "p.jsonl")]
 
 
 _GOOD = '{"source": "w1 w2", "target": "w3"}'
 BAD: dict[str, tuple[str, Any, str]] = {
-    "no target": ("t5", lambda f: _lines(f, _GOOD, '{"source": "w1"}'), "line 2 of .* no text in the field 'target'"),
-    "empty source": ("t5", lambda f: _lines(f, '{"source": " ", "target": "w1"}'), "line 1 .* in the field 'source'"),
+    "no target": (
+        "t5",
+        lambda f: _lines(f, _GOOD, '{"source": "w1"}'),
+        "line 2 of .* lacks source or target",
+    ),
+    "empty source": (
+        "t5",
+        lambda f: _lines(f, '{"source": " ", "target": "w1"}'),
+        "line 1 of .* lacks source or target",
+    ),
     "no JSON": ("t5", lambda f: _lines(f, "w1"), "line 1 of .* is not JSON"),
-    "no pairs": ("t5", lambda f: _lines(f, "", ""), "contains no pairs"),
-    "no file": ("t5", lambda _: ["--pairs", "gone.jsonl"], "cannot read the pairs gone.jsonl: No such file"),
-    "text": ("t5", lambda _: [], "is an encoder–decoder model; give it pairs .* with --pairs FILE.jsonl"),
-    "decoder": ("llama", lambda f: _lines(f, _GOOD), "is no encoder–decoder model, so it reads no pairs"),
+    "no pairs": ("t5", lambda f: _lines(f, "", ""), "which reads pairs of a source .*p.jsonl has text"),
+    "no file": ("t5", lambda _: ["--data", "gone.jsonl"], "cannot read text gone.jsonl: No such file"),
+    "text": ("t5", lambda _: [], "which reads pairs of a source and a target; give it .* with --data FILE.jsonl"),
+    "decoder": ("llama", lambda f: _lines(f, _GOOD), "which reads text; .* has pairs of a source and a target"),
     "stack": ("t5", lambda f: [*_lines(f, _GOOD), "--stack", "all"], "stack must be one of decoder, encoder"),
     "stack alone": ("t5", lambda _: ["--stack", "encoder"], "--stack is for encoder–decoder models"),
-    "bos": ("t5", lambda f: [*_lines(f, _GOOD), "--bos", "no"], "--bos is about text, and --pairs gives pairs"),
-    "images": ("t5", lambda f: [*_lines(f, _GOOD), "--images", "d"], "inputs of different models"),
+    "bos": ("t5", lambda f: [*_lines(f, _GOOD), "--bos", "no"], "--bos is about text, and .* has pairs of a source"),
 }
 
 
@@ -371,7 +384,7 @@ def test_too_few_pairs_and_too_many_blocks(place: Path, tmp_path: Path, monkeypa
         InputError,
         match="has 20 different pairs, and 376 are needed; give more pairs, or use --effort quick, which needs 132",
     ):
-        dg.shrink(place / "t5", pairs=few, remove=1, device="cpu")
+        dg.shrink(place / "t5", text=few, remove=1, device="cpu")
     monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(InputError, match="remove must be from 1 to 2 blocks, got 3"):
-        dg.shrink(place / "bart", pairs=place / "pairs.jsonl", remove=3, effort="quick", device="cpu")
+        dg.shrink(place / "bart", text=place / "pairs.jsonl", remove=3, effort="quick", device="cpu")

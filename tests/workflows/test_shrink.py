@@ -245,7 +245,7 @@ def test_weights_that_are_loaded_on_demand_are_not_repaired(llama: Path, text: P
 
 
 def test_streamed_weights_need_a_text_only_where_text_would_be_sampled() -> None:
-    ShrinkOptions(remove="1", images="photos", stream=True).check()
+    ShrinkOptions(remove="1", text=("photos",), stream=True).check()
     ShrinkOptions(remove="1", text=("corpus.txt",), stream=True).check()
     with pytest.raises(InputError, match="give --text, or leave --stream out"):
         ShrinkOptions(remove="1", stream=True).check()

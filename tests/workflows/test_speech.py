@@ -16,11 +16,12 @@ from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_s
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.audio_files import SpeechReader, read_audio
-from depthgauge.checkpoints.found_inputs import find_audio
+from depthgauge.checkpoints.inputs.found_data import find_data
+from depthgauge.checkpoints.inputs.read_data import SpeechReader, read_data
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
+from depthgauge.results.gauge_options import GaugeOptions
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,8 @@ def reader_of(place: Path) -> SpeechReader:
 
 
 def samples_of(place: Path, count: int) -> Samples:
-    found = find_audio(place / "recordings")
-    return read_audio(found, reader_of(place), speech_model().config, wanted=count, longest=32, seed=0).inputs
+    found = find_data(GaugeOptions(text=str(place / "recordings")))
+    return read_data(found, reader_of(place), speech_model().config, wanted=count, window=32, seed=0).inputs
 
 
 def plain_losses(model: Any, samples: Samples) -> torch.Tensor:
@@ -68,7 +69,8 @@ def test_a_recording_and_its_transcript_are_as_transformers_reads_them(place: Pa
     (tmp_path / "a.txt").write_text("w3 w1 w2\n")
     reader = reader_of(place)
     config = speech_model().config
-    samples = read_audio(find_audio(tmp_path), reader, config, wanted=1, longest=32, seed=0).inputs
+    found = find_data(GaugeOptions(text=str(tmp_path)))
+    samples = read_data(found, reader, config, wanted=1, window=32, seed=0).inputs
     plain = (sound.mean(axis=1) / 32768).astype(np.float32)
     expected = feature_extractor()(plain, sampling_rate=RATE, return_tensors="pt")["input_features"]
     torch.testing.assert_close(samples.inputs["input_features"], expected)
@@ -81,7 +83,7 @@ def test_a_recording_and_its_transcript_are_as_transformers_reads_them(place: Pa
 @pytest.mark.parametrize("stack", ["decoder", "encoder"])
 def test_gauge_measures_the_loss_without_a_block(stack: str, place: Path) -> None:
     audio = place / "recordings"
-    result = dg.gauge(place / "whisper", audio=audio, stack=stack, samples=4, what_if="block", device="cpu")
+    result = dg.gauge(place / "whisper", text=audio, stack=stack, samples=4, what_if="block", device="cpu")
     subject = result.subjects[0]
     model, samples = speech_model(), samples_of(place, 4)
     intact = plain_losses(model, samples)
@@ -106,7 +108,7 @@ def test_shrink_writes_a_smaller_model(
     out, words = tmp_path / "out", [] if stack == "decoder" else ["--stack", stack]
     words += ["--remove-layers", "2,5"] if stack == "both" else ["--remove", "1"]
     words += ["--effort", "quick", "--device", "cpu", "--out", out]
-    code = run(monkeypatch, "shrink", place / "whisper", "--audio", place / "recordings", *words)
+    code = run(monkeypatch, "shrink", place / "whisper", "--data", place / "recordings", *words)
     assert code in (0, None), capsys.readouterr().err
     record = json.loads((out / "depthgauge.json").read_text())
     assert (record["objective"], record["layers_after"]) == (
@@ -145,25 +147,25 @@ def test_shrink_writes_a_smaller_model(
 
 def test_gauge_by_the_command(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--samples", "4", "--what-if", "block", "--device", "cpu"]
-    assert run(monkeypatch, "gauge", place / "whisper", "--audio", place / "recordings", *words) in (0, None)
+    assert run(monkeypatch, "gauge", place / "whisper", "--data", place / "recordings", *words) in (0, None)
     assert "4 recordings" in capsys.readouterr().out
 
 
 def test_a_model_in_memory_takes_its_processor(place: Path) -> None:
     audio = place / "recordings"
-    result = dg.shrink(speech_model(), audio=audio, tokenizer=reader_of(place), remove=1, effort="quick")
+    result = dg.shrink(speech_model(), text=audio, tokenizer=reader_of(place), remove=1, effort="quick")
     assert (result.model.config.decoder_layers, result.model.config.encoder_layers) == (2, 4)
     with pytest.raises(InputError, match="a model in memory needs its processor"):
-        dg.gauge(speech_model(), audio=audio)
+        dg.gauge(speech_model(), text=audio)
     with pytest.raises(InputError, match="with a feature extractor and a tokenizer"):
-        dg.gauge(speech_model(), audio=audio, tokenizer=reader_of(place).tokenizer)
+        dg.gauge(speech_model(), text=audio, tokenizer=reader_of(place).tokenizer)
 
 
 def _folder(folder: Path, text: str | None = "w1 w2", sound: Any = range(4000), **keywords: Any) -> list[str]:
     save_wave(folder / "a.wav", sound, **keywords)
     if text is not None:
         (folder / "a.txt").write_text(text)
-    return ["--audio", str(folder)]
+    return ["--data", str(folder)]
 
 
 def _damaged(folder: Path, size: int) -> list[str]:
@@ -173,8 +175,8 @@ def _damaged(folder: Path, size: int) -> list[str]:
 
 
 BAD: dict[str, tuple[str, Any, str]] = {
-    "no files": ("whisper", lambda f: ["--audio", str(f)], "contains no WAV files"),
-    "no directory": ("whisper", lambda _: ["--audio", "gone"], "--audio must be a directory of WAV files"),
+    "no files": ("whisper", lambda f: ["--data", str(f)], "contains no images and no WAV files"),
+    "no directory": ("whisper", lambda _: ["--data", "gone"], "cannot read text gone"),
     "no transcript": ("whisper", lambda f: _folder(f, None), "a.wav has no transcript; write its text to a.txt"),
     "empty transcript": ("whisper", lambda f: _folder(f, " \n"), "the transcript .*a.txt is empty"),
     "no WAV": ("whisper", lambda f: _damaged(f, 10), "cannot read .*a.wav as a WAV file"),
@@ -182,13 +184,11 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "silent": ("whisper", lambda f: _folder(f, sound=[]), "a.wav contains no sound"),
     "bits": ("whisper", lambda f: _folder(f, sound=[1] * 9, width=1), "has 8 bits per sample, expected 16; .* ffmpeg"),
     "rate": ("whisper", lambda f: _folder(f, rate=8000), "rate of 8000 Hz, .* expects 16000 Hz; .* sox .* ffmpeg"),
-    "decoder": ("llama", _folder, "which reads input_ids; give it text with --text, and leave --audio out"),
-    "pairs model": ("t5", _folder, "give it pairs of a source and a target with --pairs"),
-    "text": ("whisper", lambda _: [], "which reads input_features; .* with --audio DIR"),
-    "pairs": ("whisper", lambda f: ["--pairs", str(f.parent / "pairs.jsonl")], "reads input_features; .* --audio DIR"),
-    "text too": ("whisper", lambda f: [*_folder(f), "--text", "t"], "--text is about text, and --audio gives record"),
-    "images too": ("whisper", lambda f: [*_folder(f), "--images", "d"], "--images and --audio are inputs of different"),
-    "pairs too": ("whisper", lambda f: [*_folder(f), "--pairs", "p"], "--pairs and --audio are inputs of different"),
+    "decoder": ("llama", _folder, "which reads text; give it text with --data FILE; .* has recordings"),
+    "pairs model": ("t5", _folder, "which reads pairs of a source and a target; give it JSON lines .* has recordings"),
+    "text": ("whisper", lambda _: [], "which reads recordings with transcripts; .* with --data DIR"),
+    "pairs": ("whisper", lambda f: ["--data", str(f.parent / "pairs.jsonl")], "reads recordings .* has pairs"),
+    "text too": ("whisper", lambda f: [*_folder(f), "--text", "t"], "has recordings, whose transcripts are beside th"),
 }  # fmt: skip
 
 
@@ -224,9 +224,9 @@ def test_too_few_recordings_and_a_model_that_writes_no_text(place: Path, tmp_pat
     for end in (".wav", ".txt"):  # equal recordings count once
         (few / f"copy{end}").write_bytes((few / f"000{end}").read_bytes())
     with pytest.raises(InputError, match="has 20 different recordings, and 376 are needed; give more recordings, or"):
-        dg.shrink(place / "whisper", audio=few, remove=1, device="cpu")
+        dg.shrink(place / "whisper", text=few, remove=1, device="cpu")
     with quiet():
         WhisperForAudioClassification(speech_model().config).save_pretrained(tmp_path / "classifier")
         feature_extractor().save_pretrained(tmp_path / "classifier")
     with pytest.raises(InputError, match="is a WhisperForAudioClassification, which writes no text"):
-        dg.gauge(tmp_path / "classifier", audio=few, device="cpu")
+        dg.gauge(tmp_path / "classifier", text=few, device="cpu")

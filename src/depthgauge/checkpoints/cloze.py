@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.text_files import find_text, read_text
+from depthgauge.checkpoints.inputs.text_files import find_text, read_text
 from depthgauge.results.evaluate_options import CLOZE
 
 PIECE = 8
@@ -45,13 +45,13 @@ class ClozeText:
     items: tuple[ClozeItem, ...]
 
 
-def cloze_items(text: str | Path | None = None, as_is: bool = False, seed: int = 0) -> ClozeText:
+def cloze_items(text: str | Path | None = None, seed: int = 0) -> ClozeText:
     """Build the items of a text: a path, `path:field` for a JSONL file, or None for the built-in text.
 
     The text is cut into pieces of `PIECE` words. Every piece but the first ones is the true continuation of the words
     before it. The wrong ones are other pieces of similar length.
     """
-    found = find_text(text, as_is)
+    found = find_text(text)
     content = read_text(found, _no_chat, wanted=MOST_ITEMS, length=CONTEXT + PIECE, seed=seed)
     draw = random.Random(seed)
     passages = [_pieces(part) for part in content.pieces]

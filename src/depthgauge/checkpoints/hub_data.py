@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from depthgauge.base.errors import InputError, missing_extra
+from depthgauge.checkpoints.inputs.text_files import MESSAGES, TEXT, TextFile, document_of, find_text, split_field
 from depthgauge.checkpoints.library import short
-from depthgauge.checkpoints.text_files import MESSAGES, TEXT, TextFile, document_of, find_text, split_field
 
 _PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>[^:]+))?(?::(?P<field>.+))?", re.ASCII)
@@ -46,16 +46,15 @@ NO_GENERAL = "none"
 
 
 def find_general(given: str | None) -> TextFile | HubData | None:
-    """Return what `--general` names; None for the teacher's own continuations, and for `NO_GENERAL`."""
-    return None if given is None or given == NO_GENERAL else find_data(given)
+    """Return what `--general` names; None for the teacher's own continuations, and for `NO_GENERAL`.
 
-
-def find_data(given: str) -> TextFile | HubData:
-    """Return the text file or the data set on the hub that a name stands for; what exists here is a file.
+    What exists here is a file.
 
     Raises:
         InputError: the file cannot be read, or the data set is named without a revision.
     """
+    if given is None or given == NO_GENERAL:
+        return None
     found = _NAME.fullmatch(given)
     if found is None or os.path.exists(split_field(given)[0]):
         return find_text(given)

@@ -16,7 +16,9 @@ from depthgauge.base.format import counted, size_text
 from depthgauge.base.progress import no_message
 from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
-from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
+from depthgauge.checkpoints.inputs.fits_model import require_fit
+from depthgauge.checkpoints.inputs.found_data import FoundData
+from depthgauge.checkpoints.inputs.kinds import RECORDINGS, TEXT
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of, objective_of
@@ -31,6 +33,8 @@ OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""
 BY_TARGETS = ("loss", "labels")
 """Objectives that compare the output with targets. The others compare it with the output of the dense model."""
+PLAIN = FoundData()
+"""Plain text, which most commands read."""
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
 MANY_LAYERS = 200
@@ -134,7 +138,7 @@ class Checkpoint:
     @property
     def batched(self) -> bool:
         """Whether windows can be computed together: a classifier that reads the last token needs a padding token."""
-        needs = self.objective == "logits" and self.reads == TEXT
+        needs = self.objective == "logits" and self.reads == TEXT.main
         return not needs or getattr(self.config, "pad_token_id", None) is not None
 
     @property
@@ -218,18 +222,18 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     return Checkpoint(name, model, config, objective, families, source, pooling=modes)
 
 
-def load_config(source: Source, placement: Placement, reads: str | None = TEXT) -> Any:
-    """Load the configuration, without the weights; refuse models that read something else than `reads`.
+def load_config(source: Source, placement: Placement, data: FoundData | None = PLAIN) -> Any:
+    """Load the configuration, without the weights; refuse models that do not read these inputs, by default text.
 
-    `reads` is the main input that the model will be given, or `PAIRS`; None leaves the check to the caller.
+    None leaves the check to the caller.
     """
     placement.torch_device()  # raises now if this machine does not have it
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     loader, _ = loader_of(config)
     if not hasattr(loader, "main_input_name"):
         loader = transformers().MODEL_MAPPING.get(type(config), loader)
-    if reads is not None:
-        require_kind(loader, config, source.target, reads)
+    if data is not None:
+        require_kind(loader, config, source.target, data)
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -254,17 +258,15 @@ def require_layers(config: Any, name: str) -> None:
         )
 
 
-def require_kind(kind: Any, config: Any, name: str, reads: str) -> None:
-    """Raise unless a model of this class, called `name`, reads `reads`: its main input, or `PAIRS`."""
-    has_two, needed = bool(getattr(config, "is_encoder_decoder", False)), getattr(kind, "main_input_name", TEXT)
-    if needed == AUDIO and reads == AUDIO and not (has_two and objective_of(kind.__name__) == "loss"):
+def require_kind(kind: Any, config: Any, name: str, data: FoundData) -> None:
+    """Raise unless a model of this class, called `name`, has layers and reads these inputs."""
+    has_two, main = bool(getattr(config, "is_encoder_decoder", False)), getattr(kind, "main_input_name", TEXT.main)
+    if data.kind is RECORDINGS and main == RECORDINGS.main and not (has_two and objective_of(kind.__name__) == "loss"):
         raise CheckpointError(
             f"{name} is a {kind.__name__}, which writes no text; give a model of speech that does, such as Whisper"
         )
-    require_pairs(needed, has_two, name, reads)
     require_layers(config, name)
-    require_one_tower(getattr(config, "vision_config", None), config.model_type, name, reads)
-    require_inputs(needed, kind.__name__, name, reads)
+    require_fit(data, name, kind.__name__, main, has_two, getattr(config, "vision_config", None) is not None)
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from depthgauge.checkpoints.input_kinds import is_classifier
+from depthgauge.checkpoints.inputs.kinds import is_classifier
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source

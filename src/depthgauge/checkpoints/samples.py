@@ -77,7 +77,7 @@ Inputs = Tensor | Samples
 """What a model reads: its main input alone, or several tensors."""
 
 
-def as_samples(inputs: Inputs, name: str) -> Samples:
+def as_samples(inputs: Inputs, name: str = "input_ids") -> Samples:
     """Return the inputs as samples; `name` is the model's main input, such as `input_ids` or `pixel_values`."""
     return inputs if isinstance(inputs, Samples) else Samples({name: inputs})
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.format import counted, duration
 from depthgauge.base.progress import Step
+from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.checkpoints.windows import Windows, body_length, require_rows, surround, tokenize_text, too_short
 from depthgauge.results.evaluate_record import PerplexityRecord

@@ -13,9 +13,9 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, one_line
+from depthgauge.checkpoints.inputs.text_files import TextFile, find_text, read_text
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
 from depthgauge.results.checkpoint_subject import TextWindows
 
 WINDOW = 512

@@ -57,7 +57,7 @@ def command(
     `depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text,
     and what the model loses without each layer. Add `--resume` to continue after an interruption.
 
-    `depthgauge gauge ./vit --images photos` gauges a model of images on a directory of images.
+    `depthgauge gauge ./vit --data photos` gauges a model of images on a directory of images.
 
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.

@@ -55,6 +55,9 @@ TRAINING = ("shrink", "recover")
 GONE = {
     "--heal": HEAL_IS_GONE,
     "--estimate": "--estimate is gone: a run says at its start whether it fits, and prints the time that is left",
+    **{f"--{name}": f"--{name} is gone: --data takes files of every kind" for name in ("images", "pairs", "audio")},
+    "--labels": "--labels is gone: give the file to --data, and for images also their folder to --data",
+    "--as-is": "--as-is is gone: --data reads a file whose name ends with .txt as it is",
 }
 """Former options, and what is said instead."""
 # What typer returns when a command was interrupted, and what shells report for it.

@@ -62,8 +62,8 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
     kind: Any
     annotation: Any = next(base.__annotations__[name] for base in record.__mro__ if name in base.__annotations__)
     meta, plain = annotation.__metadata__[0], annotation.__origin__
-    if isinstance(plain, types.UnionType):
-        (plain,) = (kind for kind in get_args(plain) if kind is not types.NoneType)
+    if isinstance(plain, types.UnionType):  # one path or several may be given by keyword
+        *_, plain = (kind for kind in get_args(plain) if kind is not types.NoneType)
     flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
     metavar, default = None, False if plain is bool else None
     if get_origin(plain) is tuple:  # the option may be repeated
@@ -71,7 +71,8 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
         kind, metavar = list[entry] | None, f"<{entry.__name__.lower()}>"
     else:
         kind = bool if plain is bool else (Path if is_path else plain) | None
-    option = typer.Option(flag, help=_documented(record)[name], rich_help_panel=panel, metavar=metavar)
+    flags = ("--data", flag) if name == "text" else (flag,)
+    option = typer.Option(*flags, help=_documented(record)[name], rich_help_panel=panel, metavar=metavar)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

@@ -13,11 +13,11 @@ from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence
 
-_PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
+_PANELS = {SIZE: "Size and guarantee", TEXT: "Data", MODEL: "Model"}
 _FILES = "Files"
 
 
-@with_options(ShrinkOptions, _PANELS, paths=("text", "images", "labels", "pairs", "audio", "tokenizer"))
+@with_options(ShrinkOptions, _PANELS, paths=("text", "tokenizer"))
 def command(
     model: Annotated[
         str,
@@ -78,9 +78,8 @@ def command(
     `depthgauge shrink ./model --remove 7 --out ./smaller` needs no text: the model is calibrated on text that it writes
     itself, and the guarantee is about such text.
 
-    `depthgauge shrink ./vit --images photos --remove 3 --out ./smaller` shrinks a model of images; `--labels FILE` also
-    measures the accuracy of its classification head. `--labels reviews.jsonl` alone has texts and labels, for a
-    classifier of text.
+    `depthgauge shrink ./vit --data photos --data labels.csv --remove 3 --out ./smaller` shrinks a model of images, and
+    measures the accuracy of its classification head. `--data` and `--text` are the same option.
 
     `depthgauge shrink ./model --text corpus.txt --sizes 2,4,6,8 --out ./smaller --report sizes.html` searches once and
     writes `./smaller-2`, `./smaller-4` and so on, and one page with the loss, size and speed of each.

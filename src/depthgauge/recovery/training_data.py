@@ -21,6 +21,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.hub_data import HubData, find_general, hub_documents
+from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
@@ -28,7 +29,6 @@ from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.model_samples import MOST_ROWS, sample_windows
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.window_batches import WindowBatches
 from depthgauge.checkpoints.windows import chat_text, derived_seed, drop_repeated, surround, tokenize_text
 from depthgauge.recovery.held_runs import HeldRuns

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge.base.errors import InputError, require_count
-from depthgauge.results.gauge_options import check_common
+from depthgauge.results.gauge_options import check_common, path_list
 from depthgauge.results.record import Record, combine_options
 
 TASKS, MODEL = "tasks", "model"
@@ -24,7 +24,6 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
             unless there is --perplexity].
         limit: Items of each task, the first ones; 0 means all  [default: 500].
         text: Build depthgauge_cloze from this text file, or FILE.jsonl:FIELD  [default: a built-in text].
-        as_is: Read text files as plain text, even if they are JSON, CSV or HTML.
         perplexity: Also measure the perplexity on a text file: FILE or NAME:FILE, such as wikitext2:wiki.test.raw;
             repeat it for several.
         window: Tokens per window of --perplexity  [default: 2048, or the model's context if that is shorter].
@@ -45,7 +44,6 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
     tasks: Annotated[str | None, _TASKS] = None
     limit: Annotated[int, _TASKS] = 500
     text: Annotated[str | None, _TASKS] = None
-    as_is: Annotated[bool, _TASKS] = False
     perplexity: Annotated[tuple[str, ...], _TASKS] = ()
     window: Annotated[int | None, _TASKS] = None
     confidence: Annotated[float, _TASKS] = 0.95
@@ -111,11 +109,8 @@ def make_evaluate_options(options: EvaluateOptions | None, fields: dict[str, Any
     def names(value: Any) -> Any:
         return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
-    def texts(value: Any) -> list[str]:
-        return [str(path) for path in (value if isinstance(value, list | tuple) else [value])]
-
     def path(value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
 
-    normal = {"tasks": names, "perplexity": texts, "text": path, "tokenizer": path}
+    normal = {"tasks": names, "perplexity": path_list, "text": path, "tokenizer": path}
     return combine_options(EvaluateOptions, "evaluate", options, fields, normal)

@@ -1,6 +1,6 @@
 """The options of `gauge`, each declared once: the command line, the Python interface and the result all use these."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -16,18 +16,9 @@ CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
     "tokens": 2048, "seed": 0, "what_if": "default", "bos": "auto", "dtype": "auto",
 }  # fmt: skip
 ABOUT_TEXT = (
-    "text", "as_is", "window", "tokens", "bos", "tokenizer", "weights_only", "force", "sampled", "evaluate",
-    "gguf_type",
+    "text", "window", "tokens", "bos", "tokenizer", "weights_only", "force", "sampled", "evaluate", "gguf_type",
 )  # fmt: skip
 """Options of `gauge` and `shrink` that models of other inputs have no use for."""
-ONE_BY_ONE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "images": ("images", ()),
-    "pairs": ("pairs", ("window", "tokenizer")),
-    "audio": ("recordings", ("window", "tokenizer")),
-    "labels": ("texts with labels", ("window", "tokenizer")),
-}
-"""Options that give inputs one by one → what they are, and the options about text that apply to them. Labels are inputs
-if there are no images that they belong to."""
 STACKS = ("decoder", "encoder")
 """The stacks of an encoder–decoder model, the default first."""
 BOTH = "both"
@@ -36,7 +27,7 @@ SAMPLES = 16
 """Images, texts with labels, pairs or recordings that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
-PATHS = ("input", "text", "images", "labels", "pairs", "audio", "tokenizer")
+PATHS = ("input", "text", "tokenizer")
 """Options that are paths."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
@@ -57,15 +48,12 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
         seed: Seed of random inputs and of the choice of text windows  [default: 0].
         input: Read the inputs from this safetensors file (tensor `x`) instead.
-        text: Text file to gauge on, or FILE.jsonl:FIELD, where FIELD is `text` or `messages` by default  [default: a
-            built-in text].
-        images: Directory of images to gauge a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
-        labels: Labels for a model with a classification head: JSON lines with text and label, or, together with
-            --images, with file_name and label; or CSV with these two columns.
-        pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
-        audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
+        text: What to gauge on. For a model of text, a text file, or FILE.jsonl:FIELD, where FIELD is `text` or
+            `messages` by default. For a classifier, JSON lines or CSV with text and label. For an encoder–decoder
+            model, JSON lines with source and target. For a model of images, a folder of them, and beside it, if it
+            classifies, a file with file_name and label. For a model of speech, a folder with a.wav and its transcript
+            a.txt  [default: a built-in text].
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
-        as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512], or the most tokens of a labelled
             text, a source or a target  [default: 128].
         what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
@@ -90,13 +78,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     radius: Annotated[float | None, _NETWORKS] = None
     seed: Annotated[int | None, _ANY] = None
     input: Annotated[str | None, _NETWORKS] = None
-    text: Annotated[str | None, _CHECKPOINTS] = None
-    images: Annotated[str | None, _CHECKPOINTS] = None
-    labels: Annotated[str | None, _CHECKPOINTS] = None
-    pairs: Annotated[str | None, _CHECKPOINTS] = None
-    audio: Annotated[str | None, _CHECKPOINTS] = None
+    text: Annotated[str | tuple[str, ...] | None, _CHECKPOINTS] = None
     stack: Annotated[str | None, _CHECKPOINTS] = None
-    as_is: Annotated[bool | None, _CHECKPOINTS] = None
     window: Annotated[int | None, _CHECKPOINTS] = None
     what_if: Annotated[str | None, _CHECKPOINTS] = None
     bos: Annotated[str | None, _CHECKPOINTS] = None
@@ -137,42 +120,12 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             if self.input is not None and getattr(self, name) is not None:
                 raise InputError(f"--{name} describes random inputs and --input reads them from a file; leave one out")
         if kind == CHECKPOINTS:
-            refuse_other_inputs(self.given())
             check_common(self)
             chosen_kinds(self.what_if or "default")
             for name in self.given() if self.weights_only else ():
                 if name in (*ABOUT_TEXT, "seed", "what_if") and name != "weights_only":
                     flag = f"--{name.replace('_', '-')}"
                     raise InputError(f"{flag} applies to text, and --weights-only reads none; leave one of them out")
-            if self.samples is not None and not any(getattr(self, name) is not None for name in ONE_BY_ONE):
-                raise InputError(
-                    f"--samples applies to network files, --images, --labels, --pairs and --audio; {target} is "
-                    f"{noun}. Leave it out"
-                )
-
-
-def refuse_other_inputs(given: Mapping[str, Any], stacks: Sequence[str] = STACKS) -> None:
-    """Raise if options are given that do not belong together.
-
-    These are inputs of two kinds, options about text with other inputs, and a stack without inputs of an
-    encoder–decoder model, or none of those that are known.
-    """
-    kinds = [name for name in ONE_BY_ONE if name in given and not (name == "labels" and "images" in given)]
-    if len(kinds) > 1:
-        raise InputError(f"--{kinds[0]} and --{kinds[1]} are inputs of different models; leave one of them out")
-    for kind in kinds:
-        noun, allowed = ONE_BY_ONE[kind]
-        for name in given:
-            if name in ABOUT_TEXT and name not in allowed:
-                raise InputError(f"--{name.replace('_', '-')} is about text, and --{kind} gives {noun}; leave it out")
-    if "stack" in given:
-        if "pairs" not in given and "audio" not in given:
-            raise InputError(
-                "--stack is for encoder–decoder models; give pairs with --pairs FILE.jsonl, or recordings with "
-                "--audio DIR"
-            )
-        if given["stack"] not in stacks:
-            raise unknown_name("stack", given["stack"], stacks)
 
 
 class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
@@ -192,8 +145,9 @@ def check_common(options: Any) -> None:
             raise unknown_name(name, value, known)
     if options.window is not None:
         require_count("window", options.window, "the number of tokens in one window", least=2)
-    if options.as_is and not options.text and not getattr(options, "perplexity", ()):
-        raise InputError("--as-is says how to read a file of text, and none is given; leave it out")
+    stacks = (*STACKS, BOTH) if hasattr(options, "remove") else STACKS
+    if (stack := getattr(options, "stack", None)) is not None and stack not in stacks:
+        raise unknown_name("stack", stack, stacks)
     if not 0.5 <= getattr(options, "confidence", 0.95) <= 0.9999:
         meaning = "it is the probability that the guarantee is true"
         raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {options.confidence!r}; {meaning}")
@@ -220,4 +174,17 @@ def chosen_kinds(asked: str) -> tuple[str, ...]:
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
     """Combine an options record with single options given by keyword; raise for unknown names and other types."""
-    return combine_options(GaugeOptions, "gauge", options, fields, dict.fromkeys(PATHS, str))
+    return combine_options(
+        GaugeOptions, "gauge", options, fields, dict.fromkeys(PATHS, str) | {"text": _one_or_several}
+    )
+
+
+def path_list(paths: Any) -> list[str]:
+    """Return one path, or several, as a list of strings."""
+    return [str(path) for path in (paths if isinstance(paths, list | tuple) else [paths])]
+
+
+def _one_or_several(paths: Any) -> str | list[str]:
+    """Return one path as a string, and several as a list."""
+    several = path_list(paths)
+    return several[0] if len(several) == 1 else several

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge.base.errors import InputError, require_seed
-from depthgauge.results.gauge_options import check_common
+from depthgauge.results.gauge_options import check_common, path_list
 from depthgauge.results.record import Record, combine_options
 
 TRAINING, MODEL = "training", "model"
@@ -73,7 +73,6 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
         evaluate: Run these tasks on the teacher and on the smaller model before and after: depthgauge_cloze, or names
             of lm-eval tasks with commas between them; 500 items of each  [default: depthgauge_cloze on a GPU, if
             lm-eval is installed].
-        as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         window: Tokens per window  [default: 512, or the model's context if that is shorter].
         bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
@@ -91,7 +90,6 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
     tokens: Annotated[str | None, _TRAINING] = None
     minutes: Annotated[float | None, _TRAINING] = None
     evaluate: Annotated[str | None, _TRAINING] = None
-    as_is: Annotated[bool, _TRAINING] = False
     window: Annotated[int | None, _TRAINING] = None
     bos: Annotated[str, _TRAINING] = "auto"
     seed: Annotated[int, _TRAINING] = 0
@@ -131,11 +129,8 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
 def make_recover_options(options: RecoverOptions | None, fields: dict[str, Any]) -> RecoverOptions:
     """Combine an options record with single options given by keyword; check the types of both."""
 
-    def texts(value: Any) -> list[str]:
-        return [str(path) for path in (value if isinstance(value, list | tuple) else [value])]
-
     def plain(value: Any) -> Any:
         return str(value) if isinstance(value, Path | int) else value
 
-    normal = {"text": texts, "tokens": plain, **dict.fromkeys(("teacher", "general", "tokenizer"), plain)}
+    normal = {"text": path_list, "tokens": plain, **dict.fromkeys(("teacher", "general", "tokenizer"), plain)}
     return combine_options(RecoverOptions, "recover", options, fields, normal)

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from depthgauge.base.errors import InputError, require_positive, require_seed, unknown_name
 from depthgauge.base.format import counted
-from depthgauge.results.gauge_options import BOTH, ONE_BY_ONE, STACKS, check_common, refuse_other_inputs
+from depthgauge.results.gauge_options import check_common, path_list
 from depthgauge.results.record import Record, combine_options
 from depthgauge.results.recover_options import AUTO, OFF, amount_of
 
@@ -59,16 +59,13 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             the beginnings of passages].
         evaluate: Also run these tasks on both models, item by item: depthgauge_cloze, or names of lm-eval tasks with
             commas between them; 500 items of each.
-        text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
+        text: What to calibrate on. For a model of text, a text file, or FILE.jsonl:FIELD; repeat it for several. For a
+            classifier, JSON lines or CSV with text and label. For an encoder–decoder model, JSON lines with source and
+            target. For a model of images, a folder of them, and beside it, if it classifies, a file with file_name and
+            label. For a model of speech, a folder with a.wav and its transcript a.txt  [default: text sampled from the
             model].
-        images: Directory of images to calibrate a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
-        labels: Labels for a model with a classification head: JSON lines with text and label, or, together with
-            --images, with file_name and label; or CSV with these two columns.
-        pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
-        audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default], encoder, or both. With both, all numbers count the
             blocks of both stacks, those of the encoder first, and the search divides what is removed.
-        as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
         window: Tokens per window  [default: 512, with --effort quick 256], or the most tokens of a labelled text, a
             source or a target  [default: 128].
@@ -101,12 +98,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     general: Annotated[str | None, _TEXT] = None
     evaluate: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
-    images: Annotated[str | None, _TEXT] = None
-    labels: Annotated[str | None, _TEXT] = None
-    pairs: Annotated[str | None, _TEXT] = None
-    audio: Annotated[str | None, _TEXT] = None
     stack: Annotated[str | None, _TEXT] = None
-    as_is: Annotated[bool, _TEXT] = False
     sampled: Annotated[float | None, _TEXT] = None
     window: Annotated[int | None, _TEXT] = None
     bos: Annotated[str, _TEXT] = "auto"
@@ -129,7 +121,6 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
-        refuse_other_inputs(self.given(), (*STACKS, BOTH))
         check_common(self)
         if self.effort not in EFFORTS:
             raise unknown_name("effort", self.effort, EFFORTS)
@@ -161,9 +152,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     def check_streamed(self) -> None:
         """Raise for what streamed weights are too slow for, or cannot do."""
         other = "leave --stream out" if self.stream else "use a machine with more memory"
-        has_inputs = self.text or any(getattr(self, name) is not None for name in ONE_BY_ONE)
         for is_given, reason in (
-            (not has_inputs, "does not sample text from the model; give --text"),
+            (not self.text, "does not sample text from the model; give --text"),
             (self.sampled, "does not sample text from the model; leave --sampled out"),
             (
                 self.recover not in (None, OFF, AUTO),
@@ -184,9 +174,10 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             blocks = counted(most, "block")
             raise InputError(f"{blocks} cannot be removed from {name}: --keep leaves {left} of {layers}")
 
-    def check_model(self, decoder: bool, name: str) -> None:
-        """Raise for options that do not apply to the model `name`; a decoder is a causal language model."""
-        if not decoder and self.max_increase is not None and self.labels is None:
+    def check_model(self, objective: str, name: str) -> None:
+        """Raise for options that do not apply to the model `name`; a decoder is measured by its `loss`."""
+        decoder = objective == "loss"
+        if not decoder and self.max_increase is not None and objective != "labels":
             raise InputError(
                 f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
                 "shows how far its output moves"
@@ -275,8 +266,8 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     given = {name: value for name, value in fields.items() if value is not None or name not in known}
     normal: dict[str, Callable[[Any], Any]] = {
         "remove": _remove_text,
-        "text": _text_list,
-        **dict.fromkeys(("images", "labels", "pairs", "audio", "tokenizer", "general"), str),
+        "text": path_list,
+        **dict.fromkeys(("tokenizer", "general"), str),
     }
     normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "recover"), _as_text)
     if "heal" in given:
@@ -308,10 +299,6 @@ def _layer_numbers(option: str, text: str, layers: int, name: str) -> tuple[int,
             raise InputError(f"{option}: {part.strip()} is not a block or an increasing range{known}")
         found |= {*range(first, last + 1)}
     return tuple(sorted(found))
-
-
-def _text_list(text: Any) -> list[str]:
-    return [str(path) for path in (text if isinstance(text, list | tuple) else [text])]
 
 
 def _remove_text(remove: Any) -> Any:

@@ -144,8 +144,8 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     @property
     def stack(self) -> str | None:
         """The stack of an encoder–decoder model that has the layers; None for other models."""
-        settings = self.settings
-        return settings.stack or (STACKS[0] if settings.pairs or settings.audio else None)
+        has_two = any(source.kind in ("pairs", "recordings") for source in self.calibration.sources)
+        return self.settings.stack or (STACKS[0] if has_two else None)
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""

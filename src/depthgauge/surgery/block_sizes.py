@@ -6,12 +6,10 @@ import torch
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import size_text
-from depthgauge.checkpoints.block_lists import blocks_of, with_stack
-from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, read_kind
+from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint, Placement, wrap
 from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
-from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.gguf_layout import GgufLayout
@@ -33,9 +31,7 @@ def check_model(
     settings: ShrinkOptions, whole: Checkpoint, stored: torch.dtype | GgufLayout | None, plan: PlanRecord | None
 ) -> None:
     """Raise for options that do not fit a model, whose weights are not needed; a plan has blocks of it already."""
-    settings.check_model(whole.objective == "loss", whole.name)
-    if read_kind(settings) in (PAIRS, AUDIO):
-        whole = with_stack(whole, settings.stack or STACKS[0])
+    settings.check_model(whole.objective, whole.name)
     settings.check_layers(whole.layers, whole.name)
     if settings.max_bytes is not None and plan is None:
         requested_counts(settings, whole, stored)

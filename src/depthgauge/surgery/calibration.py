@@ -20,14 +20,14 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.inputs.read_data import GivenWindows
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_samples import ordinary_tokens, sample_windows
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import derived_seed, drop_repeated, surround
 from depthgauge.results.shrink_record import GIVEN, CalibrationRecord, SourceRecord
-from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts
+from depthgauge.surgery.cut_texts import PARTS, CalibrationSizes, CutSource, CutTexts
 
 KINDS = (*GIVEN, "sampled", "built-in")
 BUILT_IN_WINDOWS = 32
@@ -140,11 +140,25 @@ def prepare_calibration(
     return Calibration(record, fit, select, certify, tuple(notes))
 
 
+def given_calibration(given: GivenWindows, sizes: CalibrationSizes, tokens: int) -> Calibration:
+    """Cut different windows, which are in random order, into three parts; each one becomes `tokens` tokens."""
+    rows = sizes.cut(torch.arange(sizes.total))
+    parts = [CalibrationPart(given.inputs[one], torch.zeros(len(one), dtype=torch.long)) for one in rows]
+    source = SourceRecord(
+        kind=given.kind, name=given.source, sha256=given.digest,
+        fit=sizes.fit, select=sizes.select, certify=sizes.certify,
+    )  # fmt: skip
+    digest = windows_digest(parts)
+    record = CalibrationRecord(window=tokens, bos=None, bos_reason="", sources=(source,), sha256=digest)
+    fit, select, certify = parts
+    return Calibration(record, fit, select, certify)
+
+
 def windows_digest(parts: Sequence[CalibrationPart]) -> str:
     """Return the SHA-256 of all windows and their sources, part by part."""
     total = hashlib.sha256()
     for part in parts:
-        for value in as_samples(part.inputs, TEXT).inputs.values():
+        for value in as_samples(part.inputs).inputs.values():
             total.update(f"{list(value.shape)}".encode())
             total.update(value.numpy().tobytes())
         total.update(part.source.numpy().tobytes())

@@ -18,8 +18,8 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
+from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import (
     TokenizedText,
     body_length,
@@ -170,6 +170,11 @@ class CutTexts(ArrayRecord):
     built_in: CutSource
     measured: tuple[Int[Tensor, " _"], ...]
     seen: set[bytes]
+
+    @property
+    def example(self) -> Int[Tensor, "1 n"]:
+        """One window, to run the model on."""
+        return self.measured[0][None, : self.window]
 
     @property
     def compared(self) -> int:

@@ -11,9 +11,11 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
-from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import TEXT, read_kind
+from depthgauge.checkpoints.inputs.fits_model import class_in_config
+from depthgauge.checkpoints.inputs.found_data import FoundData, checked_data
+from depthgauge.checkpoints.inputs.kinds import TEXT
+from depthgauge.checkpoints.inputs.read_data import GivenWindows, load_reader, prepared, read_data
+from depthgauge.checkpoints.inputs.text_files import find_texts
 from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
@@ -33,7 +35,6 @@ from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_note
 from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
-from depthgauge.checkpoints.text_files import find_texts
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
@@ -60,7 +61,7 @@ class OpenedModel:
     - `stored`: dtype in which the result is written, or the GGUF file whose types it has; None keeps the dtype of the
       loaded weights
     - `start`: the special tokens around every window
-    - `read`: the windows of the texts, without special tokens, or the images
+    - `data`, `read`: what was given, and its windows, those of texts without special tokens
     - `fixed`: blocks that cannot be removed
     - `notes`: what cannot be repaired or removed, and why
     """
@@ -70,6 +71,7 @@ class OpenedModel:
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
     start: Start
+    data: FoundData
     read: CutTexts | GivenWindows
     fixed: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -80,9 +82,9 @@ class ReadModel:
     """Everything about a model but its weights, checked, and the texts or images that it will be calibrated on.
 
     - `source`: its files; None for a model from memory, which is `checkpoint`
-    - `whole`: the model on the device `meta`, or the one from memory
+    - `whole`: the model on the device `meta`, or the one from memory, with what is measured of it
     - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
-    - `files`, `stored`, `read`: see `OpenedModel`
+    - `files`, `stored`, `data`, `read`: see `OpenedModel`
     - `placement`: how it is loaded; the weights are streamed if they do not fit
     """
 
@@ -93,6 +95,7 @@ class ReadModel:
     tokenizer: Any
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
+    data: FoundData
     read: CutTexts | GivenWindows
     placement: Placement
 
@@ -113,30 +116,32 @@ def read_model(
     model that cannot be written as a GGUF file is refused.
     """
     files: dict[str, str] = {}
+    data = checked_data(settings, class_in_config(source, model))
     stored: torch.dtype | GgufLayout | None = None
     if as_gguf:
         stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
     if source is None:
-        checkpoint = _from_memory(model, settings, tokenizer)
-        check_model(settings, checkpoint, stored, plan)
-        read = _read(tokenizer, settings, checkpoint, None)
-        return ReadModel(None, checkpoint, checkpoint, model.config, tokenizer, files, stored, read, Placement())
+        checkpoint = _from_memory(model, settings, tokenizer, data)
+        whole = prepared(checkpoint, data, settings.stack)
+        check_model(settings, whole, stored, plan)
+        read = _read(tokenizer, settings, data, checkpoint, None)
+        return ReadModel(None, checkpoint, whole, model.config, tokenizer, files, stored, data, read, Placement())
     placement = Placement.of(settings)
-    config = load_config(source, placement, read_kind(settings))
-    tokenizer = load_reader(source, placement, settings, tokenizer)
+    config = load_config(source, placement, data)
+    tokenizer = load_reader(source, placement, data.kind, tokenizer)
     placement = fitted(source, config, placement, message)
     if settings.dtype == "auto" and source.gguf is None and not placement.stream:
         stored = stored_dtype(config, source)
-    whole = describe_model(source, config, *loader_of(config, source), placement)
+    whole = prepared(describe_model(source, config, *loader_of(config, source), placement), data, settings.stack)
     check_model(settings, whole, stored, plan)
     if placement.stream:
         settings.check_streamed()
         settings = msgspec.structs.replace(settings, sampled=0.0)
-    read = _read(tokenizer, settings, whole, source)
+    read = _read(tokenizer, settings, data, whole, source)
     files = file_digests(source)
     if plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
-    return ReadModel(source, None, whole, config, tokenizer, files, stored, read, placement)
+    return ReadModel(source, None, whole, config, tokenizer, files, stored, data, read, placement)
 
 
 def open_model(
@@ -160,12 +165,11 @@ def open_model(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
             "be repaired; use more devices, or --no-repair"
         )
-    if isinstance(read, GivenWindows):
-        checkpoint = prepared(checkpoint, read, settings)
-        example: Inputs = read.inputs[:2]
-    else:
+    checkpoint = prepared(checkpoint, found.data, settings.stack)
+    if isinstance(read, CutTexts):
         require_rows(checkpoint, read.ids)
-        example = read.measured[0][None, : read.window]
+    example = read.example
+    found.data.describe(message)
     if source is None and plan is not None:
         _require_plan_of(plan, checkpoint)
     require_output(checkpoint, example)
@@ -187,7 +191,7 @@ def open_model(
         if planned.candidate is not None and checkpoint.objective == "loss":
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, read, fixed, notes)
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, found.data, read, fixed, notes)
 
 
 def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -252,13 +256,13 @@ def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
     return f"block {layers[0]}" if len(layers) == 1 else f"blocks {', '.join(map(str, layers))}"
 
 
-def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any) -> Checkpoint:
+def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, data: FoundData) -> Checkpoint:
     for name in settings.given():
         if name in ABOUT_FILES:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-    load_reader(None, Placement(), settings, tokenizer)
+    load_reader(None, Placement(), data.kind, tokenizer)
     name = getattr(model, "name_or_path", "") or type(model).__name__
-    require_kind(type(model), model.config, name, read_kind(settings))
+    require_kind(type(model), model.config, name, data)
     checkpoint = wrap(model, name)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
@@ -283,16 +287,18 @@ def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:
     return CalibrationSizes(effort.fit, effort.select, effort.certify)
 
 
-def _read(tokenizer: Any, settings: ShrinkOptions, whole: Checkpoint, source: Source | None) -> CutTexts | GivenWindows:
-    """Read the texts or images and cut them into windows; nothing here needs the weights of the model."""
-    config, name = whole.model.config, whole.name
-    sizes = calibration_sizes(settings)
-    if read_kind(settings) != TEXT:
+def _read(
+    tokenizer: Any, settings: ShrinkOptions, data: FoundData, whole: Checkpoint, source: Source | None
+) -> CutTexts | GivenWindows:
+    """Read what was given and cut it into windows; nothing here needs the weights of the model."""
+    config, sizes = whole.model.config, calibration_sizes(settings)
+    if data.kind is not TEXT:
         quick = calibration_sizes(msgspec.structs.replace(settings, effort="quick")).total
         fewer = f", or use --effort quick, which needs {quick}" if quick < sizes.total else ""
-        return read_given(
-            settings, tokenizer, config, name, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
-        )
+        return read_data(
+            data, tokenizer, config, wanted=sizes.total, seed=settings.seed, window=settings.window, least=sizes.total,
+            advice=fewer,
+        )  # fmt: skip
     decoder = whole.objective == "loss"
     return cut_texts(tokenizer, calibration_request(settings, config, source, decoder, tokenizer))
 
@@ -304,7 +310,7 @@ def calibration_request(
     folder = None if source is None or source.gguf is not None else source.folder
     effort, context = effort_of(settings), longest_window(folder, context_length(config))
     return CalibrationRequest(
-        find_texts(settings.text, settings.as_is),
+        find_texts(settings.text),
         calibration_sizes(settings),
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
         window=min(effort.window, context or effort.window) if settings.window is None else settings.window,

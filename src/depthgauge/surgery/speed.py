@@ -12,7 +12,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge.base.format import counted, number
-from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
@@ -115,7 +114,7 @@ class _TimedModel:
         return timed(self.device, lambda: self._step(self.token_id, self.cache))
 
     def _read(self) -> None:
-        given = as_samples(self.prompt, TEXT).main.to(self.device)
+        given = as_samples(self.prompt).main.to(self.device)
         self.left = given.shape[1]
         self._step(given, {}, **self.keywords)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from depthgauge.base.format import contiguous
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Durations
-from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.inputs.kinds import TEXT
 from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.source import Source, weight_bytes
@@ -111,7 +111,7 @@ def write_documents(
     # mergekit reads directories, and leaves lists with one entry per layer as they are.
     if (
         unchanged
-        and checkpoint.reads == TEXT
+        and checkpoint.reads == TEXT.main
         and checkpoint.stack is None
         and (checkpoint.source is None or checkpoint.source.gguf is None)
         and not has_layer_lists(checkpoint.config)

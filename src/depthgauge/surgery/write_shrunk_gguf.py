@@ -9,7 +9,6 @@ from depthgauge.base.format import counted
 from depthgauge.base.io import atomic_file
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations
-from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.results.shrink_record import LLAMA, ReloadRecord
 from depthgauge.surgery.certify import Certifier
@@ -56,7 +55,7 @@ def checked_gguf(
         if source is None:
             yield CheckedModel(path, out, path.stat().st_size, None, None, notes=(not_checked(),))
             return
-        window = as_samples(certifier.inputs, TEXT).main[0]
+        window = as_samples(certifier.inputs).main[0]
         certifier.progress(0, 1, "the result in llama.cpp")
         with durations("check in llama.cpp"):
             found = compare_with_llama(path, model, window)

@@ -9,9 +9,9 @@ from depthgauge.base.errors import InputError, OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.inputs.text_files import find_text, input_paths, split_field
 from depthgauge.checkpoints.source import require_streamable
 from depthgauge.checkpoints.task_names import task_folders
-from depthgauge.checkpoints.text_files import find_text, input_paths, split_field
 from depthgauge.report.write import check_page, page_text
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
 from depthgauge.results.evaluate_record import EvaluateRecord
@@ -64,9 +64,9 @@ def evaluate(
     for name, _ in named:
         if not name or [one for one, _ in named].count(name) > 1:
             raise InputError(f"--perplexity has the name {name!r} twice, or none; give each text its own, NAME:FILE")
-    texts = tuple((name, find_text(file, settings.as_is)) for name, file in named)
+    texts = tuple((name, find_text(file)) for name, file in named)
     if CLOZE in settings.task_names:
-        find_text(settings.text, settings.as_is)
+        find_text(settings.text)
     for name in settings.task_names:
         task_folders(name)
     code, sources = settings.trust_remote_code, {}

@@ -17,13 +17,13 @@ from depthgauge.base.journal import RECORD
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.cloze import ClozeText, cloze_items
 from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
+from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.task_names import lm_eval
-from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, window_losses
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
@@ -97,7 +97,7 @@ def prepare_evaluation(
 ) -> PreparedEvaluation:
     """Load the tasks; needs no model. `texts` are the names and files for the perplexity."""
     names = settings.task_names
-    cloze = cloze_items(settings.text, settings.as_is) if CLOZE in names else None
+    cloze = cloze_items(settings.text) if CLOZE in names else None
     tasks = load_tasks(names, cloze, message) if names else {}
     return PreparedEvaluation(settings, tasks, cloze, texts)
 

@@ -10,7 +10,7 @@ from depthgauge.base.errors import OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.checkpoints.text_files import input_paths
+from depthgauge.checkpoints.inputs.text_files import input_paths
 from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result

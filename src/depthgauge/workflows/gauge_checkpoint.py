@@ -15,9 +15,8 @@ from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded,
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
-from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import TEXT, read_kind
+from depthgauge.checkpoints.inputs.kinds import TEXT
+from depthgauge.checkpoints.inputs.read_data import GivenWindows, load_reader, prepared, read_data
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
@@ -72,20 +71,20 @@ def gauge_checkpoint(
     assert asked.tokens is not None
     assert asked.bos is not None
     assert asked.dtype is not None
-    kinds, text_file, seed, placement = request.kinds, request.text, asked.seed or 0, Placement.of(asked)
-    reads = read_kind(asked)
+    kinds, data, seed, placement = request.kinds, request.data, asked.seed or 0, Placement.of(asked)
     windows: Windows | GivenWindows | None = None
     if source is None:
         config = target.model.config
-        require_kind(type(target.model), config, str(target.name), reads)
+        require_kind(type(target.model), config, str(target.name), data)
     else:
-        config = load_config(source, placement, reads)
-    if reads != TEXT or text_file is not None:
-        tokenizer = load_reader(source, placement, asked, tokenizer)
-    if reads != TEXT:
+        config = load_config(source, placement, data)
+    if not asked.weights_only:
+        hint = ", or weights_only=True" if data.kind is TEXT else ""
+        tokenizer = load_reader(source, placement, data.kind, tokenizer, hint)
+    if data.kind is not TEXT:
         wanted = asked.samples or SAMPLES
-        windows = read_given(asked, tokenizer, config, target.description, wanted=wanted, seed=seed)
-    elif text_file is None:
+        windows = read_data(data, tokenizer, config, wanted=wanted, seed=seed, window=asked.window)
+    elif asked.weights_only:
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
                 f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
@@ -95,13 +94,14 @@ def gauge_checkpoint(
         start = plan_start(asked.bos, source, tokenizer)
         windows = read_windows(
             tokenizer,
-            text_file,
+            data.texts[0] if data.texts else None,
             tokens=asked.tokens,
             window=asked.window,
             context=longest_window(None if source is None else source.folder, context_length(config)),
             seed=seed,
             special=(start.before, start.after),
         )
+    data.describe(message)
     filled = {
         "tokens": asked.tokens if isinstance(windows, Windows) else None,
         "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else asked.window,
@@ -135,7 +135,7 @@ def gauge_checkpoint(
             return settings, subject_record(checkpoint, weights, notes)
         inputs: Inputs
         if isinstance(windows, GivenWindows):
-            checkpoint, inputs = prepared(checkpoint, windows, asked), windows.inputs
+            checkpoint, inputs = prepared(checkpoint, data, asked.stack), windows.inputs
             require_output(checkpoint, inputs)
             text = windows.record(tokens_of(checkpoint, inputs))
         else:
@@ -227,7 +227,7 @@ def measure_windows(
     found = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
     left = [index for index, known in enumerate(found) if {"observed", *measured} - known.keys()]
     with attending(checkpoint.model) if probed.attention is None else nullcontext(Session()) as session:
-        runner, size, length = None, 1, as_samples(inputs, TEXT).main.shape[1]
+        runner, size, length = None, 1, as_samples(inputs).main.shape[1]
         if probed.blocks is None:
             inputs = encoded(checkpoint, inputs)
             runner = BlockRunner(checkpoint, inputs[:1], session)
@@ -237,8 +237,8 @@ def measure_windows(
             group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together).long()]
             if isinstance(windows, Samples):
                 windows = windows.unpadded()  # padding is nothing to observe
-            if runner is not None and as_samples(windows, TEXT).main.shape[1] != length:
-                length = as_samples(windows, TEXT).main.shape[1]
+            if runner is not None and as_samples(windows).main.shape[1] != length:
+                length = as_samples(windows).main.shape[1]
                 runner = BlockRunner(checkpoint, windows[:1], session)  # the position biases of T5 have a length
             dense = None if runner is None else DenseStates(runner, windows, progress=progress)
             if any("observed" not in known for known in group.values()):
@@ -261,7 +261,7 @@ def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
     """Divide windows into groups of at most `size`, in which all have the same number of tokens without padding."""
     by_length: dict[int, list[int]] = {}
     for index in left:
-        window = as_samples(inputs[index : index + 1], TEXT).unpadded()
+        window = as_samples(inputs[index : index + 1]).unpadded()
         by_length.setdefault(window.main.shape[1], []).append(index)
     return [one[start : start + size] for one in by_length.values() for start in range(0, len(one), size)]
 

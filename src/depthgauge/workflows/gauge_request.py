@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.found_inputs import find_given
-from depthgauge.checkpoints.input_kinds import check_reads
+from depthgauge.checkpoints.inputs.fits_model import check_files, class_in_config
+from depthgauge.checkpoints.inputs.found_data import FoundData, checked_data
 from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.text_files import TextFile, find_text
-from depthgauge.results.gauge_options import CHECKPOINTS, ONE_BY_ONE, GaugeOptions, chosen_kinds
+from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, chosen_kinds
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.workflows.resolved_model import resolved
 from depthgauge.workflows.target import Target
@@ -21,7 +20,7 @@ class GaugeRequest:
     - `target`, `given`: the checkpoint, and the options as they were given
     - `asked`: the options with their defaults
     - `kinds`: the what-ifs
-    - `text`: the text; None if other inputs or the weights alone are gauged
+    - `data`: what the model is run on
     - `source`: the files of the checkpoint; None for a model in memory
     """
 
@@ -29,7 +28,7 @@ class GaugeRequest:
     given: GaugeOptions
     asked: GaugeOptions
     kinds: tuple[str, ...]
-    text: TextFile | None
+    data: FoundData
     source: Source | None
 
 
@@ -38,19 +37,18 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
     asked = options.with_defaults(CHECKPOINTS)
     assert asked.what_if is not None
     kinds = chosen_kinds(asked.what_if)
-    text = given = None
-    if any(getattr(asked, name) is not None for name in ONE_BY_ONE):
-        given = find_given(asked)
-    elif not asked.weights_only:
-        text = find_text(asked.text, bool(asked.as_is))
-    source = None
+    data, source = checked_data(options), None
+    if len(data.texts) > 1:
+        raise InputError("gauge reads one text; give one file, or join the files")
     if target.model is None:
         assert target.name is not None
         path = target.path or target.name
         source = resolved(path, asked, message)
-        check_reads(source, asked, given)
+        data = checked_data(options, class_in_config(source))
+        check_files(source, asked, data)
     else:
+        data = checked_data(options, class_in_config(None, target.model))
         for name in ABOUT_FILES:
             if name in options.given():
                 raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-    return GaugeRequest(target, options, asked, () if asked.weights_only else kinds, text, source)
+    return GaugeRequest(target, options, asked, () if asked.weights_only else kinds, data, source)

@@ -8,9 +8,8 @@ import torch
 
 from depthgauge.base.format import size_text
 from depthgauge.checkpoints.block_lists import blocks_of
-from depthgauge.checkpoints.given_inputs import prepared
-from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import read_kind
+from depthgauge.checkpoints.inputs.fits_model import class_in_config
+from depthgauge.checkpoints.inputs.found_data import find_data
 from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, parameter_count
 from depthgauge.checkpoints.memory import free_memory
 from depthgauge.checkpoints.model_class import loader_of
@@ -20,6 +19,7 @@ from depthgauge.recovery.distillation import TRAINING
 from depthgauge.results.gauge_options import GaugeOptions
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.block_sizes import describe_model, requested_counts, written_sizes
+from depthgauge.surgery.cut_texts import CutTexts
 from depthgauge.surgery.open_model import ReadModel, calibration_sizes
 from depthgauge.surgery.write_model import free_disk, require_room
 
@@ -70,9 +70,7 @@ def shrink_room(found: ReadModel, settings: ShrinkOptions, removed: Sequence[int
     """
     read, whole, repairs = found.read, found.whole, not settings.no_repair
     sizes, windows, tokens = calibration_sizes(settings), 0, 0
-    if isinstance(read, GivenWindows):
-        whole = prepared(whole, read, settings)
-    else:
+    if isinstance(read, CutTexts):
         windows, tokens = sizes.select + sizes.fit * repairs, read.window
     removed = settings.layers_to_remove(whole.layers, whole.name) if removed is None else removed
     if removed is not None:
@@ -94,7 +92,10 @@ def check_described(source: Source, asked: GaugeOptions | ShrinkOptions, outputs
 
     The disk of each output must have room for its weights.
     """
-    placement, config = Placement.of(asked), load_config(source, Placement.of(asked), read_kind(asked))
+    placement, config = (
+        Placement.of(asked),
+        load_config(source, Placement.of(asked), find_data(asked, class_in_config(source))),
+    )
     placement = fitted(source, config, placement)
     whole = describe_model(source, config, *loader_of(config, source), placement)
     for out in outputs:

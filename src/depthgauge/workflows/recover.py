@@ -11,8 +11,8 @@ from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.hub_data import find_general
+from depthgauge.checkpoints.inputs.text_files import find_texts, input_paths
 from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.text_files import find_texts, input_paths
 from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.recover_options import RecoverOptions, make_recover_options
@@ -81,7 +81,7 @@ def recover(
     assert teacher is not None
     if report is not None:
         check_page(report)
-    texts = find_texts(settings.text, settings.as_is)
+    texts = find_texts(settings.text)
     find_general(settings.general)  # raises before a download
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = {"MODEL": _path(model), "--teacher": _path(teacher)} | input_paths(settings)

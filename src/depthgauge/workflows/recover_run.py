@@ -13,6 +13,7 @@ from depthgauge._version import __version__
 from depthgauge.base.errors import InputError
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Step
+from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import (
     Checkpoint,
@@ -27,7 +28,6 @@ from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
-from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import WINDOW, require_rows
 from depthgauge.recovery.divergence import require_pair
 from depthgauge.recovery.recover_model import trained_weights

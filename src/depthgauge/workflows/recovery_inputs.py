@@ -8,11 +8,10 @@ import torch
 from depthgauge.base.io import write_tensors
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
-from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData, training_data
 from depthgauge.results.recover_options import Amount
@@ -43,7 +42,7 @@ def recovery_on_text(
     if saved is not None and saved.exists():
         data = RecoveryData(**torch.load(saved, map_location="cpu", weights_only=True))
     else:
-        held = [as_samples(part.inputs, TEXT).main for part in (calibration.select, calibration.certify)]
+        held = [as_samples(part.inputs).main for part in (calibration.select, calibration.certify)]
         data = training_data(
             teacher, tokenizer, texts, general,
             start=start, window=window, wanted=ENOUGH if amount.tokens is None else -(-amount.tokens // window),

@@ -12,13 +12,13 @@ from depthgauge.base.format import counted
 from depthgauge.base.io import check_outputs
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name
 from depthgauge.checkpoints.hub_data import find_general
-from depthgauge.checkpoints.input_kinds import check_reads
+from depthgauge.checkpoints.inputs.fits_model import check_files, class_in_config
+from depthgauge.checkpoints.inputs.found_data import checked_data
+from depthgauge.checkpoints.inputs.text_files import input_paths
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
-from depthgauge.checkpoints.text_files import find_texts, input_paths
 from depthgauge.report.write import check_page, sizes_page_text, write_report
 from depthgauge.results.evaluate_options import split_tasks
 from depthgauge.results.gauge_options import CHECKPOINTS
@@ -276,11 +276,10 @@ def _find_source(
             f"{model} is not a checkpoint; shrink expects a directory of a transformers model, a .gguf file or a name "
             "on the hub, and `depthgauge collapse` is for network files"
         )
-    find_texts(settings.text, settings.as_is)  # raises before a download
+    checked_data(settings)  # raises before a download
     find_general(settings.general)
-    given = find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
     source = resolved(model, settings, message, outputs)
-    check_reads(source, settings, given)
+    check_files(source, settings, checked_data(settings, class_in_config(source)))
     return source

@@ -12,8 +12,8 @@ from depthgauge.base.format import duration, size_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations, Step
 from depthgauge.checkpoints.block_runner import tokens_of
-from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.inputs.kinds import TEXT
+from depthgauge.checkpoints.inputs.read_data import GivenWindows
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, parameter_count
 from depthgauge.checkpoints.memory import free_memory
@@ -27,10 +27,9 @@ from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord
 from depthgauge.surgery.block_search import GIVEN, Search
 from depthgauge.surgery.block_sizes import requested_counts
-from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.calibration import Calibration, given_calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
-from depthgauge.surgery.given_calibration import given_calibration
 from depthgauge.surgery.open_model import OpenedModel, ReadModel, calibration_sizes, open_model, read_model
 from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
@@ -170,7 +169,7 @@ def _source_in_llama(run: Run, opened: OpenedModel, windows: Calibration) -> Lla
         return None
     run.progress(0, 1, "the source in llama.cpp")
     with run.durations("check in llama.cpp"):
-        return compare_source(source.path, opened.checkpoint.model, as_samples(windows.certify.inputs, TEXT).main[0])
+        return compare_source(source.path, opened.checkpoint.model, as_samples(windows.certify.inputs).main[0])
 
 
 def requested_sizes(run: Run, work: Workbench) -> tuple[int, ...]:
@@ -227,12 +226,12 @@ def training_advice(run: Run, work: Workbench) -> tuple[str, ...]:
 
 def recovery_of(run: Run, work: Workbench, amount: Amount) -> Recovery:
     """Return what the smaller model is trained on."""
-    opened, settings, read = work.opened, run.settings, work.opened.read
+    opened, settings = work.opened, run.settings
     with run.durations("training windows"):
-        if isinstance(read, GivenWindows):
+        if opened.data.kind is not TEXT:
             return recovery_on_windows(work.windows, amount, settings.seed)
         return recovery_on_text(
-            opened.checkpoint, opened.tokenizer, read.request.texts, settings.general, work.windows,
+            opened.checkpoint, opened.tokenizer, opened.data.texts, settings.general, work.windows,
             opened.start, amount, settings.seed, run.journal, run.progress, run.message,
         )  # fmt: skip
 

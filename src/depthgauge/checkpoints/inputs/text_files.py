@@ -1,6 +1,6 @@
 """Find and read texts: plain text, one field of a JSONL file, or the built-in text.
 
-A file whose markup would be measured as text (JSON, CSV, HTML) is refused, unless it is requested as it is.
+A file whose markup would be measured as text (JSON, CSV, HTML) is refused, unless its name ends with `.txt`.
 """
 
 import hashlib
@@ -23,6 +23,8 @@ _ENOUGH = 16
 """Characters per token of a window that the documents of a piece of a JSONL file have at least."""
 JSONL = (".jsonl", ".ndjson")
 """Endings of files with one JSON object per line."""
+PLAIN = ".txt"
+"""The ending of files that are plain text, even if they look like JSON or HTML."""
 _TABLES = {".csv": "comma-separated values", ".tsv": "tab-separated values"}
 _HEAD_BYTES = 2**16
 TEXT, MESSAGES = "text", "messages"
@@ -66,11 +68,11 @@ class TextContent:
     complete: bool
 
 
-def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFile:
+def find_text(text: str | Path | TextFile | None) -> TextFile:
     """Return the text that a path, or `path:field` for a JSONL file, stands for.
 
-    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`. With
-    `as_is`, any file is read as plain text. None means the built-in text.
+    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`, and a file
+    named `*.txt` is plain text, whatever is in it. None means the built-in text.
 
     Raises:
         InputError: the file cannot be read, or it is not plain text and no field is given.
@@ -78,27 +80,22 @@ def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFi
     if text is None or isinstance(text, TextFile):
         return text or TextFile()
     path, field = split_field(text)
-    if as_is:
-        if field is not None:
-            raise InputError(
-                f"--as-is reads {path} as plain text, and {text} names its field {field!r}; leave one of them out"
-            )
-        return TextFile(path)
     if field is not None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
         return TextFile(path, field)  # a pipe can be read only once
     try:
         with open(path, "rb") as handle:
             if path.suffix.lower() in JSONL:
                 return TextFile(path, default_field(handle, path))
-            _refuse_markup(handle, path)
+            if path.suffix.lower() != PLAIN:
+                _refuse_markup(handle, path)
     except OSError as error:
         raise InputError(f"cannot read text {path}: {error.strerror or error}") from error
     return TextFile(path)
 
 
-def find_texts(texts: Sequence[str | Path], as_is: bool = False) -> tuple[TextFile, ...]:
+def find_texts(texts: Sequence[str | Path]) -> tuple[TextFile, ...]:
     """Return the texts that paths stand for; see `find_text`. Raise if two are the same."""
-    found = tuple(find_text(text, as_is) for text in texts)
+    found = tuple(find_text(text) for text in texts)
     places = [(text.path and text.path.resolve(), text.field) for text in found]
     for text, place in zip(found, places, strict=True):
         if places.count(place) > 1:
@@ -108,10 +105,13 @@ def find_texts(texts: Sequence[str | Path], as_is: bool = False) -> tuple[TextFi
 
 def input_paths(options: Any) -> dict[str, str | Path | None]:
     """Return option → path of everything that the options of a command read, which no output may replace."""
-    texts = [options.text] if isinstance(options.text, str) else options.text or ()
-    names = ("input", "tokenizer", "images", "labels", "pairs", "audio")
-    paths = {f"--{name}": getattr(options, name, None) for name in names}
-    return paths | {f"--text {text}": split_field(text)[0] for text in texts}
+    paths = {f"--{name}": getattr(options, name, None) for name in ("input", "tokenizer")}
+    return paths | {f"--data {path}": split_field(path)[0] for path in given_paths(options)}
+
+
+def given_paths(options: Any) -> tuple[str, ...]:
+    """Return what `--data` names, which some commands take once."""
+    return (options.text,) if isinstance(options.text, str) else tuple(options.text or ())
 
 
 def split_field(text: str | Path) -> tuple[Path, str | None]:
@@ -244,8 +244,8 @@ def _refuse_markup(handle: BinaryIO, path: Path) -> None:
                 advice = f"name the field with the text, {path}:FIELD, if the file has one JSON object per line"
     if kind is not None:
         raise InputError(
-            f"{path} is not plain text but {kind}, and its markup would be read as text; {advice}, or use --as-is to "
-            "read the file as it is"
+            f"{path} is not plain text but {kind}, and its markup would be read as text; {advice}, or give the file a "
+            f"name that ends with {PLAIN} to read it as it is"
         )
 
 
@@ -275,9 +275,7 @@ def lines_between(handle: BinaryIO, first: int, last: int) -> Iterator[tuple[int
         yield offset, line
 
 
-def parse_line(
-    line: bytes, where: str, advice: str = "; use --as-is to read the file as plain text"
-) -> dict[str, Any] | None:
+def parse_line(line: bytes, where: str) -> dict[str, Any] | None:
     """Return the object on a line, or None if the line is empty; `where` names the line in errors."""
     try:
         text = line.decode("utf-8-sig").strip()
@@ -285,7 +283,10 @@ def parse_line(
             return None
         record = json.loads(text)
     except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
-        raise InputError(f"{where} is not JSON: {error}; a JSONL file has one JSON object per line{advice}") from error
+        raise InputError(
+            f"{where} is not JSON: {error}; a JSONL file has one JSON object per line; a file whose name ends with "
+            f"{PLAIN} is read as plain text"
+        ) from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is not a JSON object; a JSONL file has one object per line, such as {{'text': …}}")
     return record
