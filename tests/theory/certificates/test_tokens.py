@@ -140,6 +140,23 @@ def test_few_sequences_are_all_tried() -> None:
     assert count_sequences(tokens, is_ordered=True) == 3 + 9 + 27
 
 
+@pytest.mark.parametrize(
+    ("given_", "length"),
+    [({}, None), ({"length": 2}, 2), ({"positions": drawn(3, 4)}, 3)],
+    ids=["any", "2", "positions"],
+)
+def test_the_result_has_the_length(given_: dict[str, Any], length: int | None) -> None:
+    certificate = dg.certify(network(), dg.collapse(network()), inputs=Tokens(drawn(3, 4), **given_))
+    assert certificate.to_json()["tokens"] == certificate.tokens == length
+
+
+def test_the_result_has_the_length_of_a_position_bias() -> None:
+    net = dg.random_network(layers=3, heads=1, dim=4, eta=0.05, causal=True)
+    certificate = dg.certify(net, dg.collapse(net, length=4), inputs=Tokens(drawn(3, 4), length=4))
+    assert certificate.to_json()["tokens"] == 4
+    assert repr(certificate).count("4 tokens") == 1
+
+
 def test_the_witness_consists_of_tokens() -> None:
     net, tokens = network(0.1), Tokens(drawn(30, 4), drawn(20, 4, seed=1))
     certificate = dg.certify(net, dg.collapse(net), inputs=tokens, seed=3)

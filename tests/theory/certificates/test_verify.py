@@ -100,7 +100,7 @@ def test_one_token(request_: dict[str, float]) -> None:
     assert c.verify()
     # For one token |S − S'| is the linear part alone, so the same number is too small for more tokens.
     with pytest.raises(VerificationError):
-        changed(c, tokens=None).verify()
+        changed(c, rows=None).verify()
 
 
 @pytest.mark.parametrize("method", ["identity", "last-layer", "parallel"])

@@ -76,7 +76,7 @@ class Certificate(UpperBound):
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens of an input, or None: the bounds hold for any number."""
+        """The number of tokens of an input, for sequences the largest; None: the bounds hold for any number."""
         return self.comparison.tokens
 
     @property
@@ -113,7 +113,8 @@ class Certificate(UpperBound):
 
     def __repr__(self) -> str:
         lower, upper = number(self.lower), number(self.upper)
-        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {counted(self.tokens, 'token')}"
+        rows = self.comparison.rows
+        where = str(self.inputs) if rows is None else f"{self.inputs}, {counted(rows, 'token')}"
         if self.upper is None:
             return f"Certificate({lower} ≤ sup|S−S'|, no finite upper bound (lost at layer {self.lost_at}), {where})"
         return f"Certificate({lower} ≤ sup|S−S'| ≤ {upper}, {where}, {' + '.join(self.methods)})"

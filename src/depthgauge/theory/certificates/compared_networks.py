@@ -56,15 +56,15 @@ class InputSet:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set, with this many rows, or any number for None.
+    """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set.
 
-    Sequences of tokens have their own limit on the number of rows, `inputs.length`.
+    Inputs of a box or a ball have `rows` rows, or any number for None; sequences of tokens have at most `inputs.length`.
     """
 
     network: SelfAttentionNetwork
     surrogate: SelfAttentionNetwork
     inputs: InputSet | Tokens
-    tokens: int | None = None
+    rows: int | None = None
 
     def __repr__(self) -> str:
         return f"Comparison({self.network.name!r}, {self.surrogate.name!r}, {self.inputs})"
@@ -74,6 +74,11 @@ class Comparison:
         """The set of inputs, which must be a box or a ball."""
         assert isinstance(self.inputs, InputSet)
         return self.inputs
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens of an input, for sequences of tokens the largest, or None for any number."""
+        return self.inputs.length if isinstance(self.inputs, Tokens) else self.rows
 
     @property
     def has_mlp(self) -> bool:

@@ -190,7 +190,7 @@ def causal_bound(comparison: Comparison, proof: CausalProof, upper: arb) -> Vect
         region = ArbConvex(inputs.kind, arb(inputs.radius), proof.region.norms.record)
     S = ArbCausal("network", comparison.network, region)
     other = ArbCausal("surrogate", comparison.surrogate, region)
-    linear = _linear(S, other, comparison.surrogate, _longest(comparison))
+    linear = _linear(S, other, comparison.surrogate, comparison.tokens)
     values = add(linear, S.added(is_led=False), other.added(is_led=False))
     open_ones = [a for a, value in enumerate(values) if not value <= upper]
     if not open_ones or proof.joint is None:
@@ -202,11 +202,6 @@ def causal_bound(comparison: Comparison, proof: CausalProof, upper: arb) -> Vect
         led = [region.lead(terms, a, record) for terms, record in zip(leads, kept, strict=True) if terms]
         values[a] = smaller(values[a], (beyond[a] + sum(led, arb(0))).upper())
     return values
-
-
-def _longest(comparison: Comparison) -> int | None:
-    inputs = comparison.inputs
-    return inputs.length if isinstance(inputs, Tokens) else comparison.tokens
 
 
 def _linear(S: ArbCausal, other: ArbCausal, surrogate: SelfAttentionNetwork, length: int | None) -> Vector:
