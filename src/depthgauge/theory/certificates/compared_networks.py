@@ -58,7 +58,7 @@ class InputSet:
 class Comparison:
     """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set.
 
-    Inputs of a box or a ball have `rows` rows, or any number for None; sequences of tokens have at most `inputs.length`.
+    Inputs of a box or a ball have `rows` rows, or any number for None; token sequences have at most `inputs.length`.
     """
 
     network: SelfAttentionNetwork
