@@ -30,7 +30,7 @@ def started(count: int, *command: str) -> list[tuple[int, str, str]]:
         for rank in range(count)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()
