@@ -108,7 +108,7 @@ def test_shrink_measures_loss_and_accuracy(name: str, place: Path, tmp_path: Pat
     ):
         assert loss_and_accuracy(folder, certified) == pytest.approx((loss, right), rel=1e-4)
     card = (out / "README.md").read_text()
-    assert f"accuracy on the {len(certified)} certify texts:" in card
+    assert f"Accuracy on the {len(certified)} certify texts:" in card
     assert "On texts that nothing was fitted or selected on" in card
     assert "reviews.jsonl" in card
 
