@@ -199,7 +199,7 @@ def test_json_has_the_keys_that_programs_rely_on(run: Run) -> None:
         ("layers_before",): int, ("layers_after",): int, ("removed",): list, ("repaired",): bool,
         ("loss", "dense"): float, ("loss", "shrunk"): float, ("loss", "low"): float, ("loss", "high"): float,
         ("guarantee", "quantile", "increase"): float, ("guarantee", "quantile", "share"): float,
-        ("guarantee", "quantile", "confidence"): float, ("guarantee", "mean"): type(None),
+        ("guarantee", "quantile", "confidence"): float,
         ("speed", "prefill"): float, ("speed", "decode"): float, ("parameters", "before"): int,
         ("parameters", "after"): int, ("out",): str,
     }  # fmt: skip
