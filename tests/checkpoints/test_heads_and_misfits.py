@@ -260,7 +260,7 @@ def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
     with quiet():
         ViTForImageClassification(config).save_pretrained(tmp_path)
     for weights_only in (None, True):
-        with pytest.raises(InputError, match="is a ViTForImageClassification, which reads pixel_values"):
+        with pytest.raises(InputError, match="is a ViTForImageClassification, which reads images; give"):
             dg.gauge(tmp_path, weights_only=weights_only, device="cpu")
 
 

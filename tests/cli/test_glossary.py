@@ -26,6 +26,6 @@ def test_the_page_explains_every_term() -> None:
 def test_the_help_and_the_tables_point_to_it() -> None:
     assert "--glossary" in CliRunner().invoke(app, ["--help"]).stdout
 
-    from depthgauge.cli import gauge_tables
+    from depthgauge.results import network_document
 
-    assert "--glossary" in gauge_tables._SANDWICH_CAPTION
+    assert "--glossary" in network_document._SANDWICH_CAPTION
