@@ -23,6 +23,7 @@ from depthgauge.theory.certificates.token_set import Tokens, load_tokens
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.linalg.enclosures import Enclosure
 from depthgauge.theory.linalg.norms import softm
+from depthgauge.theory.linalg.rounding import no_bound
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import fold
 from depthgauge.theory.surrogates.expansion import Expansion
@@ -277,6 +278,16 @@ def test_ranges_are_those_of_the_points(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.allclose(found, expected, rtol=1e-12)
         rows = widest_row(points, Enclosure.exact(M))
         assert torch.allclose(rows, (scores.amax(-1) - scores.amin(-1)).amax(-1), rtol=1e-12)
+
+
+def test_an_overflow_is_no_bound() -> None:
+    """`nan_to_num` replaces +∞ by the largest float64, which is a wrong bound."""
+    points, huge = drawn(3, 3), torch.full((1, 3, 3), 1e308, dtype=torch.float64)
+    assert widest_row(1e10 * points, Enclosure.exact(huge)).tolist() == [torch.inf]
+    assert centred(huge, 1e200 * points).tolist() == [torch.inf]
+    assert no_bound(torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])).tolist() == [
+        torch.inf, torch.inf, -torch.inf, 1.0,
+    ]  # fmt: skip
 
 
 def test_many_points_are_bounded_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from depthgauge.theory.certificates.verify.arb_vectors import (
 )
 from depthgauge.theory.certificates.verify.deletion import STEEPEST
 from depthgauge.theory.certificates.verify.lead import cubic_maximum, quadratic_form
+from depthgauge.theory.certificates.verify.parallel_blocks import ArbParallel
 from depthgauge.theory.certificates.verify.tokens import PairLead
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.network.random_networks import random_network
@@ -358,8 +359,30 @@ def test_nan_is_never_a_bound() -> None:
     assert largest_eigenvalue(arb_mat([[arb.nan(), 0], [0, 1]])).is_nan()
     assert smaller(arb.nan(), arb(1)) == 1
     assert smaller(arb(1), arb.nan()) == 1
+    assert cubic_maximum(arb.nan(), arb(1), arb(1)).is_nan()
+    assert cubic_maximum(arb(1), arb.nan(), arb(1)).is_nan()
+    assert cubic_maximum(arb(0), arb(0), arb(1)) == 0
     assert largest_eigenvalue(arb_mat([[0, 0], [0, 0]])) == 0
     assert largest_eigenvalue(arb_mat([[-1, 0], [0, -2]])) == 0
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_one_query_without_a_bound_leaves_no_bound_over_all(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [arb.nan() if x == place else arb(1) for x in range(3)]
+    lead = PairLead([(arb_mat([[1]]), arb_mat([[1]]))], arb_mat([[0], [1], [2]]))
+    for name in ("_pairs", "_centred"):
+        left = iter(sizes)
+        monkeypatch.setattr(lead, name, lambda G, left=left: next(left))
+    assert lead.bound(0).is_nan()
+
+
+def test_a_hidden_unit_of_unknown_sign_and_size_may_bend_anywhere() -> None:
+    network = random_network(layers=2, heads=1, dim=3, eta=0.1, mlp=4, mlp_skip=True)
+    found = ArbParallel(network, closed_form(network, "parallel"), torch.eye(3, dtype=torch.float64))
+    known = found._kink(0, 0, arb(1e-9), arb(1e-9), arb(1e-9))
+    found.hidden[0][0, 2] = arb.nan()
+    unknown = found._kink(0, 0, arb(1e-9), arb(1e-9), arb(1e-9))
+    assert all(a < b for a, b in zip(known, unknown, strict=True))
 
 
 @given(p=st.floats(0, 10), q=st.floats(0, 10), radius=st.floats(0.1, 3), share=st.floats(0, 1))

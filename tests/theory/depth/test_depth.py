@@ -1,5 +1,6 @@
 """Effective depth: the search agrees with brute force, and its errors are within the tolerance."""
 
+import math
 from itertools import chain, combinations
 
 import pytest
@@ -164,3 +165,9 @@ def test_one_layer_counts_as_soon_as_its_certificate_proves_it():
     depth = effective_depth(network, tolerance=proved, radius=1.0)
     assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
     assert depth.error <= proved
+
+
+def test_an_evaluation_that_overflows_refutes_nothing():
+    bounds = FoldBounds(random_network(layers=3, heads=1, dim=2, eta=0.5), 1.0, starts=2, steps=2)
+    bounds.seen = lambda choice: math.inf
+    assert certified_depth(bounds, 1e-9).status == "undecided"

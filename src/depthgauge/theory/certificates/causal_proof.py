@@ -171,7 +171,7 @@ def bias_slip(bias: Float[Tensor, "n n"], pattern: Enclosure) -> float:
     B, low, high = bias[visible], pattern.lower()[visible], pattern.upper()[visible]
     guess = float((B - pattern.mid[visible].log()).abs().max()) * 1.0001 + 1e-12
     # e^(B−ε) ≤ pattern ≤ e^(B+ε)
-    if not guess <= NEAR or bool((exp_up(up(B - guess)) > low).any()):
+    if not (guess <= NEAR and bool((exp_up(up(B - guess)) <= low).all())):
         return math.inf
     least = down(1.0 / exp_up(up(-down(B + guess))))
     return guess if bool((high <= least).all()) else math.inf

@@ -10,7 +10,6 @@ at most Σ_h 2 tanh(θ_h/4) s|V_h|, which is smaller where scores are small and 
 slope at most λ maps δ to at most λ·δ|W_in||W_out|.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from depthgauge.base.errors import InputError
 from depthgauge.theory.certificates.box import Norms, PartsByLayer, PerHead, Vector, weighted, weighted_per_head
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, tanh_up
+from depthgauge.theory.linalg.rounding import add_up, mul_up, no_bound, nonnegative_matmul_up, tanh_up
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.expansion import match_heads
 
@@ -44,7 +43,7 @@ class Deletion:
     @property
     def coordinate(self) -> int:
         """The output coordinate with the largest bound; NaN counts as infinite."""
-        return int(self.value.nan_to_num(nan=math.inf).argmax())
+        return int(no_bound(self.value).argmax())
 
     @property
     def lost_at(self) -> int:

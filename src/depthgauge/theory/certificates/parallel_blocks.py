@@ -38,6 +38,7 @@ from depthgauge.theory.linalg.rounding import (
     add_up,
     gamma,
     mul_up,
+    no_bound,
     nonnegative_matmul_up,
     nonnegative_sum_up,
     sqrt_up,
@@ -264,14 +265,14 @@ def parallel_proof(comparison: Comparison, progress: Step = silent) -> ParallelP
     found = Movements(network, surrogate, read)
     sides = torch.full((2, 2, network.dim), -math.inf, dtype=torch.float64)  # ψ_A or ψ_M, sign, coordinate
     for rows in _blocks(found, progress):
-        sides = torch.maximum(sides, torch.stack([part.nan_to_num(nan=math.inf).amax(1) for part in found.pairs(rows)]))
+        sides = torch.maximum(sides, torch.stack([no_bound(part).amax(1) for part in found.pairs(rows)]))
     value = add_up(add_up(sides[0], sides[1]).amax(0), found.flat)
     notes: tuple[str, ...] = ()
     if read.is_normed and bool((read.relative(found.other) >= 1).any()):
         notes = (
             "a state may move further than the entries of its token differ from their mean; the bound is far too large",
         )
-    return ParallelProof(torch.where(value.isnan(), math.inf, value), tuple(found.head_parts), notes)
+    return ParallelProof(no_bound(value), tuple(found.head_parts), notes)
 
 
 def require_block(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
@@ -26,7 +25,7 @@ from depthgauge.theory.certificates.parallel_blocks import ParallelProof, parall
 from depthgauge.theory.certificates.squares import Multipliers, sharpen
 from depthgauge.theory.certificates.token_proof import TokenProof, token_proof
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_sum_up
+from depthgauge.theory.linalg.rounding import add_up, mul_up, no_bound, nonnegative_sum_up
 from depthgauge.theory.surrogates.expansion import Expansion, match_heads
 
 WORTHWHILE = 0.03
@@ -133,7 +132,7 @@ def _box_proof(comparison: Comparison, effort: str, S: BoxBounds) -> ExpansionPr
         return _one_token(S, other, difference.linear, plain.head_parts)
     joint, notes = None, []
     if S.joint:
-        joint = _joint(difference.joint(), comparison.region, effort, _finite(plain.value))
+        joint = _joint(difference.joint(), comparison.region, effort, no_bound(plain.value))
     elif network.dim > JOINT_LIMIT:
         notes.append(
             f"width {network.dim} is above {JOINT_LIMIT}: heads were bounded one by one, not jointly, "
@@ -143,7 +142,7 @@ def _box_proof(comparison: Comparison, effort: str, S: BoxBounds) -> ExpansionPr
         bounds=S,
         other=other,
         linear=difference.linear,
-        plain=_finite(plain.value),
+        plain=no_bound(plain.value),
         joint=joint,
         head_parts=plain.head_parts,
         matched=difference.norms,
@@ -161,7 +160,7 @@ def ball_proof(comparison: Comparison, effort: str) -> ExpansionProof:
     head_parts = tuple(torch.split(parts, [layer.heads for layer in network]))
     if comparison.tokens == 1:
         return _one_token(S, other, linear, head_parts)
-    plain = _finite(total(linear, nonnegative_sum_up(parts, 0), nonnegative_sum_up(parts_other, 0)))
+    plain = no_bound(total(linear, nonnegative_sum_up(parts, 0), nonnegative_sum_up(parts_other, 0)))
     joint, notes = None, []
     if network.dim > JOINT_LIMIT:
         notes.append(f"width {network.dim} is above {JOINT_LIMIT}: heads were bounded one by one, not jointly")
@@ -180,7 +179,7 @@ def _one_token(
         bounds=S,
         other=other,
         linear=linear,
-        plain=_finite(linear),
+        plain=no_bound(linear),
         joint=None,
         head_parts=tuple(torch.zeros_like(part) for part in head_parts),
         notes=("one token: attention is the identity",),
@@ -191,9 +190,9 @@ def _joint(parts: JointParts, inputs: InputSet, effort: str, plain: Vector) -> J
     """Compute lead(T, Tᵐ) + beyond; with effort "high", sharpen the coordinate with the largest bound, repeatedly."""
     T, Tm, beyond = parts.T, parts.Tm, parts.beyond
     if T.terms + Tm.terms == 0:
-        return JointBound(_finite(beyond), parts, None, {})
+        return JointBound(no_bound(beyond), parts, None, {})
     lead = lead_bound(T, Tm, inputs.radius, inputs.kind)
-    value = _finite(add_up(lead.value, beyond))
+    value = no_bound(add_up(lead.value, beyond))
     multipliers: dict[int, Multipliers] = {}
     start: Multipliers | None = None
     while effort == "high" and T.terms:
@@ -225,11 +224,6 @@ def _ball_parts(comparison: Comparison, S: BallBounds, other: BallBounds, linear
     theirs = [h for h in range(surrogate[0].heads) if h not in taken_other]
     T = Rank1Sum.join(T.heads(mine), T_other.heads(theirs).negated())
     return JointParts(T, Tm, total(linear, S.rest(), other.second_order()))
-
-
-def _finite(value: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
-    """Replace NaN by +∞: a bound that is not a number is no bound."""
-    return torch.where(value.isnan(), math.inf, value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -38,6 +38,7 @@ from depthgauge.theory.linalg.rounding import (
     div_up,
     gamma,
     mul_up,
+    no_bound,
     nonnegative_matmul_up,
     nonnegative_sum_up,
     sub_up,
@@ -167,7 +168,7 @@ def widest_row(points: Float[Tensor, "v d"], W: Enclosure) -> PerHead:
         scores = query.mid @ points.mT
         off = nonnegative_matmul_up(add_up(mul_up(gamma(d), query.mid.abs()), query.rad), most)[..., 0]
         rows = add_up(sub_up(scores.amax(-1), scores.amin(-1)), 2.0 * add_up(off, d * TINY))
-        found = torch.maximum(found, rows.nan_to_num(nan=torch.inf).amax(-1))
+        found = torch.maximum(found, no_bound(rows).amax(-1))
     return found
 
 
@@ -258,7 +259,7 @@ def centred(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"], places: int
     rest = frobenius_norm_up(Enclosure.exact(G) - A @ A.mT + B @ B.mT)
     reached = torch.stack([_largest_square(Enclosure.exact(points) @ side, places) for side in (A, B)]).amax(0)
     spread = _largest_square(Enclosure.exact(points[None]), 1)[0]
-    return add_up(reached, mul_up(rest, spread)).nan_to_num(nan=torch.inf)
+    return no_bound(add_up(reached, mul_up(rest, spread)))
 
 
 def _largest_square(rows: Enclosure, places: int) -> Float[Tensor, " x"]:

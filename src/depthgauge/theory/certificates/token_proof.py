@@ -8,7 +8,6 @@ Subtracting the exact expansions of both networks gives, with m = mean(X) in the
 points, and only what is beyond them head by head; heads that occur in both networks cancel in the leading term.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ from depthgauge.theory.certificates.regions import ConvexLead
 from depthgauge.theory.certificates.token_bounds import PairLead, TokenBounds, can_pair, largest, read
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.rounding import nonnegative_sum_up
+from depthgauge.theory.linalg.rounding import no_bound, nonnegative_sum_up
 from depthgauge.theory.surrogates.expansion import Expansion
 
 
@@ -39,7 +38,7 @@ class PlainOrJoint:
     def value(self) -> Vector:
         """The smaller of the plain and the joint bound, per coordinate."""
         found = self.plain if self.joint is None else torch.fmin(self.plain, self.joint)
-        return torch.where(found.isnan(), math.inf, found)
+        return no_bound(found)
 
     @property
     def coordinate(self) -> int:

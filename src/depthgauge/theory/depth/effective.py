@@ -27,7 +27,7 @@ from depthgauge.theory.certificates.token_attack import attack_tokens
 from depthgauge.theory.certificates.token_bounds import TokenBounds
 from depthgauge.theory.certificates.token_proof import token_proof
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.rounding import add_up
+from depthgauge.theory.linalg.rounding import add_up, no_bound
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import AttentionFunction, SelfAttentionNetwork, require_network
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
@@ -212,7 +212,7 @@ class FoldBounds:
             parts = difference.joint()
             lead = lead_bound(parts.T, parts.Tm, self.radius, steps=SEARCH_STEPS)
             value = torch.fmin(value, add_up(lead.value, parts.beyond))
-        return float(value.nan_to_num(nan=math.inf).amax())
+        return float(no_bound(value).amax())
 
 
 def effective_depth(
@@ -300,9 +300,10 @@ def proved_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progress:
 
     def error(choice: Choice) -> tuple[float, bool]:
         # The difference e observed in floating point satisfies sup|S − S'| ≥ 0.9e, since its relative error is far
-        # below 0.1. If 0.9e > tolerance, no upper bound is within the tolerance, and none is computed.
+        # below 0.1. If 0.9e > tolerance, no upper bound is within the tolerance, and none is computed. An evaluation
+        # that overflowed says nothing about exact outputs.
         least = 0.9 * bounds.seen(choice)
-        return (least, True) if least > tolerance else (bounds.error(choice), False)
+        return (least, True) if tolerance < least < math.inf else (bounds.error(choice), False)
 
     return _shallowest(bounds.network, error, bounds.layer_costs, tolerance, True, progress)
 

@@ -104,6 +104,11 @@ def sqrt_up(a: Tensor | float) -> Tensor:
     return up(as_float64(a).sqrt())
 
 
+def no_bound(x: Tensor) -> Tensor:
+    """Replace NaN by +∞: a bound that is not a number is no bound. (`nan_to_num` would make +∞ finite.)"""
+    return torch.where(x.isnan(), _INF, x)
+
+
 def gamma(n: int) -> float:
     """Return γ_n = nu/(1 − nu), rounded up. It bounds the relative error of n successive roundings."""
     if n * UNIT >= 0.5:

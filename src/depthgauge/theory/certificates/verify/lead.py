@@ -121,7 +121,9 @@ def cubic_maximum(p: arb, q: arb, radius: arb) -> arb:
     The maximiser is μ = φ²q/(p + √(p² + 3q²φ²)); arb evaluates it as an interval.
     """
     bottom = p + (p * p + 3 * q * q * radius * radius).sqrt()
-    mu = radius * radius * q / bottom if bottom > 0 else arb(0)
+    if not bottom > 0:  # p = q = 0, or NaN
+        return ((p + q * radius) * radius * radius).upper()
+    mu = radius * radius * q / bottom
     return ((p + q * mu) * (radius * radius - mu * mu)).upper()
 
 

@@ -191,7 +191,7 @@ class ArbParallel:
             far = largest([a, b])
             pairs = zip(widths, self.hidden[k].tolist()[t], strict=True)
             reached = [(w, (far * w + (-z if z > 0 else z)).upper()) for w, z in pairs]
-            errors = [smaller((between * w).upper(), r if r > 0 else arb(0)) for w, r in reached]
+            errors = [smaller((between * w).upper(), largest([arb(0), r])) for w, r in reached]
         return through(errors, absolute(layer.w_out))
 
     def _pairs(self, t: int, slopes: list[arb_mat], attention: Vector, mlp: Vector) -> list[list[Vector]]:

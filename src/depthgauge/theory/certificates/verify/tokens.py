@@ -138,12 +138,11 @@ class PairLead:
         """Return the bound for coordinate a: for each x the smaller one of two."""
         d = self.points.ncols()
         columns = arb_mat([[right[c, a] for c in range(d)] for _, right in self.terms])  # [r, c]
-        found = arb(0)
+        sizes = []
         for x in range(self.v):
             G = arb_mat([[query[x, c] for query in self.queries] for c in range(d)]) * columns
-            size = smaller(self._pairs(G), self._centred(G))
-            found = size if not size <= found else found
-        return found
+            sizes.append(smaller(self._pairs(G), self._centred(G)))
+        return largest(sizes)
 
     def _pairs(self, G: arb_mat) -> arb:
         """Return ½ max |δ G δᵀ| over the differences δ of two points."""
