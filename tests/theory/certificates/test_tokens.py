@@ -122,6 +122,58 @@ def test_tokens_are_sharper_than_the_box_that_contains_them() -> None:
         assert mine.ratio < 8
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_one_token_is_bounded_by_its_linear_map(method: str, causal: bool) -> None:
+    """Attention of one token is the identity, so both networks are linear and the bound is attained at a token."""
+    net = dg.random_network(layers=3, heads=2, dim=4, eta=0.3, causal=causal)
+    small = dg.collapse(net, method=method, length=4)
+    for tokens in (Tokens(drawn(5, 4), length=1), Tokens(drawn(5, 4), drawn(2, 4, seed=1), length=1)):
+        certificate = dg.certify(net, small, inputs=tokens)
+        assert certificate.notes == ("one token: attention is the identity",)
+        assert certificate.upper is not None
+        assert certificate.lower <= certificate.upper <= certificate.lower * SLACK + 1e-13
+        assert largest_difference(net, small, tokens.points()[:, None, :]) <= certificate.upper * SLACK + 1e-13
+        assert certificate.verify()
+        longer = replace(certificate.comparison, inputs=Tokens(tokens.embeddings, length=2))
+        with pytest.raises(VerificationError, match="inputs of one token"):
+            replace(certificate, comparison=longer).verify()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS[2:])
+def test_short_sequences_have_a_smaller_bound_that_no_sequence_exceeds(method: str, causal: bool) -> None:
+    for eta in (0.01, 0.4):
+        net = dg.random_network(layers=3, heads=2, dim=4, eta=eta, causal=causal)
+        small, uppers = dg.collapse(net, method=method, length=4), []
+        for length in (1, 2, 3, 4):
+            certificate = dg.certify(net, small, inputs=Tokens(drawn(5, 4), length=length))
+            assert certificate.exhaustive
+            assert certificate.upper is not None
+            assert certificate.lower <= certificate.upper
+            uppers.append(certificate.upper)
+        assert uppers == sorted(uppers)
+        assert uppers[0] < uppers[1] < (0.9 if method == "mean-field" else 1.0) * uppers[3]
+        assert certificate.verify()
+        with pytest.raises(VerificationError, match="could be proved"):
+            replace(certificate, upper=certificate.upper * (1 - 1e-6)).verify()
+
+
+def test_a_covariance_of_few_tokens_is_below_the_share_of_the_bound_over_pairs() -> None:
+    points, expansion = drawn(5, 3), Expansion(network(0.5, layers=2, dim=3))
+    terms = head_tensor(expansion, range(2))
+    W, V = torch.cat([w.mid for w in expansion.W]), torch.cat([v.mid for v in expansion.V])
+    for n in (1, 2, 3):
+        lead = PairLead(terms, points, share=Tokens(points, length=n).unevenness)
+        x = points[torch.tensor(list(product(range(5), repeat=n)))]
+        scores, z = torch.einsum("qb,rbc,sjc->qrsj", points, W, x), torch.einsum("sje,rea->rsja", x, V)
+        apart = scores - scores.mean(-1, keepdim=True)
+        found = torch.einsum("qrsj,rsja->qsa", apart, z).abs().amax((0, 1)) / n
+        assert bool((found <= lead.pairs * SLACK).all())
+        if n == 2:
+            assert torch.allclose(found, lead.pairs, rtol=1e-9)
+
+
 # --- the lower bound --------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +303,7 @@ def test_the_rest_bounds_what_is_beyond_the_leading_term() -> None:
     """One layer: no errors before it, so the rest is ρθ² · range."""
     net = network(1.0, layers=1, dim=3)
     points, expansion = drawn(4, 3, size=1.5), Expansion(net)
-    bounds = TokenBounds(expansion, points)
+    bounds = TokenBounds(expansion, Tokens(points))
     assert float(bounds.layers[0].own.max()) == 0.0
     W, V = expansion.W[0].mid, expansion.V[0].mid
     for x in multisets(points, 200, 6):

@@ -174,7 +174,7 @@ def test_a_matrix_around_zero_has_a_length() -> None:
         near = arb_mat([[arb(0, 1e-40)] * 2] * 2)
         assert 0 < length(near.entries()) < 1e-39
         assert column_lengths(near)[0] < 1e-39
-        assert PairLead([], arb_mat([[1, 2], [3, 4]]))._centred(near) < 1e-30
+        assert PairLead([], arb_mat([[1, 2], [3, 4]]), arb(1))._centred(near) < 1e-30
 
 
 def test_proofs_that_share_layer_bounds_have_separate_scalings() -> None:
@@ -369,7 +369,7 @@ def test_nan_is_never_a_bound() -> None:
 @pytest.mark.parametrize("place", range(3))
 def test_one_query_without_a_bound_leaves_no_bound_over_all(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [arb.nan() if x == place else arb(1) for x in range(3)]
-    lead = PairLead([(arb_mat([[1]]), arb_mat([[1]]))], arb_mat([[0], [1], [2]]))
+    lead = PairLead([(arb_mat([[1]]), arb_mat([[1]]))], arb_mat([[0], [1], [2]]), arb(1))
     for name in ("_pairs", "_centred"):
         left = iter(sizes)
         monkeypatch.setattr(lead, name, lambda G, left=left: next(left))

@@ -129,7 +129,7 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
     first, second = torch.triu_indices(classes, classes, 1)
     readout = Enclosure.cat([Enclosure.exact(R), Enclosure.exact(R[:, first]) - R[:, second]], dim=1)
     methods = _methods(network)
-    bounds = TokenBounds(Expansion(network), inputs.points())
+    bounds = TokenBounds(Expansion(network), inputs)
 
     def prove(method: str) -> OutputBound:
         comparison = Comparison(network, closed_form(network, method), inputs)

@@ -28,7 +28,7 @@ class CausalLayer(ArrayRecord):
 
     `drift` encloses D, with a leading dimension of 1; `err` is per coordinate. Per head, `theta` bounds the range of a
     row of scores, `turned` that of u_i D W x_j, and `moved` that of what is neither this nor x_i W x_j; `uneven` is
-    tanh(θ/4), which bounds how far a row of attention is from averaging.
+    min(tanh(θ/4), 1 − 1/n), which bounds how far a row of attention is from averaging.
     """
 
     drift: Enclosure
@@ -65,7 +65,7 @@ class CausalBounds:
         by_error = nonnegative_sum_up(mul_up(err, add_up(key, 2.0 * query)), -1)
         moved = add_up(drifting, by_error)
         theta = total(region.widest_row(f"{where}.theta", W), turned, moved)
-        return CausalLayer(D, err, theta, tanh_up(theta / 4.0), turned, moved)
+        return CausalLayer(D, err, theta, tanh_up(theta / 4.0).clamp(max=region.unevenness), turned, moved)
 
     def values(self, k: int, end: int) -> Iterator[Enclosure]:
         """Yield V_kh e_m(k+1:ℓ) of all heads of layer k, for m = 0, 1, …: how E_k enters state ℓ (`end`)."""

@@ -24,10 +24,10 @@ from depthgauge.theory.certificates.token_bounds import PairLead
 from depthgauge.theory.certificates.token_proof import PlainOrJoint, largest_first
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.rounding import down, exp_up, mul_up, nonnegative_sum_up, tanh_up, up
+from depthgauge.theory.linalg.rounding import down, exp_up, mul_up, no_bound, nonnegative_sum_up, tanh_up, up
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import prefix_average
-from depthgauge.theory.surrogates.expansion import CausalExpansion
+from depthgauge.theory.surrogates.expansion import CausalExpansion, Expansion
 
 NEAR = 1e-3
 """The largest difference of a position bias from log C^m at which the head is taken for the pattern C^m."""
@@ -70,10 +70,44 @@ class CausalProof(PlainOrJoint):
         return Hints(T.slices(self.value.argsort(descending=True)[:most]))
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class OneToken:
+    """An upper bound on |S − S'| = |x (Z_{0:L} − Z'_{0:L'})| for a single token x, causal or not; `drift` is Z − Z'."""
+
+    value: Vector
+    head_parts: PartsByLayer
+    drift: Float[Tensor, "d d"]
+    methods = ("plain",)
+    notes = ("one token: attention is the identity",)
+    lost_at = 0
+
+    @property
+    def coordinate(self) -> int:
+        """The output coordinate with the largest bound."""
+        return int(self.value.argmax())
+
+    def hints(self) -> Hints:
+        """Return a starting point for the attack."""
+        return Hints(drift=self.drift)
+
+
+def one_token_proof(comparison: Comparison) -> OneToken:
+    """Prove an upper bound for one token, whose attention is the identity, without MLP, LayerNorm and biases."""
+    kind = CausalExpansion if comparison.network.causal else Expansion
+    X, Y = kind(comparison.network), kind(comparison.surrogate)
+    apart = X.drift(0, X.depth) - Y.drift(0, Y.depth)
+    value = region_of(comparison).largest(Enclosure(apart.mid[None], apart.rad[None]))[0]
+    return OneToken(no_bound(value), tuple(torch.zeros_like(V.mid[:, 0]) for V in X.V), apart.mid)
+
+
 def region_of(comparison: Comparison) -> Region:
     """Return the set that the tokens of the inputs are taken from."""
     inputs = comparison.inputs
-    return PointRegion(inputs.points()) if isinstance(inputs, Tokens) else ConvexRegion(inputs.kind, inputs.radius)
+    return (
+        PointRegion(inputs.points(), inputs.unevenness)
+        if isinstance(inputs, Tokens)
+        else ConvexRegion(inputs.kind, inputs.radius)
+    )
 
 
 def causal_proof(comparison: Comparison, progress: Step = silent) -> CausalProof:

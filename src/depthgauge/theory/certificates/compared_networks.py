@@ -91,6 +91,11 @@ class Comparison:
         return isinstance(self.inputs, Tokens) and (needs_tokens(self.network) or needs_tokens(self.surrogate))
 
     @property
+    def is_one_token(self) -> bool:
+        """Whether inputs have one token, and the networks neither norms, MLPs nor biases: attention is the identity."""
+        return self.tokens == 1 and not (needs_tokens(self.network) or needs_tokens(self.surrogate))
+
+    @property
     def expands(self) -> bool:
         """Whether both networks have the exact expansion of docs/math.md §3.1: not causal and no MLP."""
         return not self.network.causal and not self.has_mlp

@@ -16,7 +16,7 @@ from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.attack import NO_HINTS, Hints
 from depthgauge.theory.certificates.ball import BallBounds, column_lengths
 from depthgauge.theory.certificates.box import JOINT_LIMIT, BoxBounds, Norms, PartsByLayer, Vector, total
-from depthgauge.theory.certificates.causal_proof import CausalProof, causal_proof
+from depthgauge.theory.certificates.causal_proof import CausalProof, OneToken, causal_proof, one_token_proof
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.deletion import Deletion, deletion_applies, deletion_bound
 from depthgauge.theory.certificates.difference import BoxDifference, JointParts
@@ -105,7 +105,7 @@ def box_proof(comparison: Comparison, effort: str, bounds: BoxBounds | None = No
     its leading and linear terms, the proof is repeated with joint bounds of all states, and the smaller result is kept.
     """
     network, radius = comparison.network, comparison.inputs.radius
-    joint = network.skip and network.dim <= JOINT_LIMIT and comparison.tokens != 1
+    joint = network.skip and network.dim <= JOINT_LIMIT
     expansion = Expansion(network)
     if bounds is not None and not (bounds.radius == radius and bounds.expansion.equals(expansion)):
         raise InputError("the bounds given are of another network or another box; leave them out")
@@ -128,8 +128,6 @@ def _box_proof(comparison: Comparison, effort: str, S: BoxBounds) -> ExpansionPr
     # Without skips the inputs of a head in S and in S' are unrelated, so matching heads gives nothing.
     difference = BoxDifference(S, other, match_heads(network, surrogate) if network.skip else [])
     plain = difference.plain()
-    if comparison.tokens == 1:
-        return _one_token(S, other, difference.linear, plain.head_parts)
     joint, notes = None, []
     if S.joint:
         joint = _joint(difference.joint(), comparison.region, effort, no_bound(plain.value))
@@ -158,8 +156,6 @@ def ball_proof(comparison: Comparison, effort: str) -> ExpansionProof:
     linear = mul_up(column_lengths(mine.drift(0, mine.depth) - theirs.drift(0, theirs.depth)), radius)
     parts, parts_other = S.plain(), other.plain()
     head_parts = tuple(torch.split(parts, [layer.heads for layer in network]))
-    if comparison.tokens == 1:
-        return _one_token(S, other, linear, head_parts)
     plain = no_bound(total(linear, nonnegative_sum_up(parts, 0), nonnegative_sum_up(parts_other, 0)))
     joint, notes = None, []
     if network.dim > JOINT_LIMIT:
@@ -168,21 +164,6 @@ def ball_proof(comparison: Comparison, effort: str) -> ExpansionProof:
         joint = _joint(_ball_parts(comparison, S, other, linear), comparison.region, effort, plain)
     return ExpansionProof(
         bounds=S, other=other, linear=linear, plain=plain, joint=joint, head_parts=head_parts, notes=tuple(notes)
-    )
-
-
-def _one_token(
-    S: BoxBounds | BallBounds, other: BoxBounds | BallBounds, linear: Vector, head_parts: PartsByLayer
-) -> ExpansionProof:
-    """Return the proof for one token, whose attention is the identity: |S − S'| ≤ |m(Z_{0:L} − Z'_{0:L'})|."""
-    return ExpansionProof(
-        bounds=S,
-        other=other,
-        linear=linear,
-        plain=no_bound(linear),
-        joint=None,
-        head_parts=tuple(torch.zeros_like(part) for part in head_parts),
-        notes=("one token: attention is the identity",),
     )
 
 
@@ -237,14 +218,14 @@ class UpperBound:
     share: tuple[tuple[float, ...], ...]
     lost_at: int | None
     seconds: float
-    proof: ExpansionProof | TokenProof | CausalProof | ParallelProof | Deletion | None
+    proof: ExpansionProof | OneToken | TokenProof | CausalProof | ParallelProof | Deletion | None
 
     def __repr__(self) -> str:
         return f"UpperBound({number(self.upper)}, {' + '.join(self.methods)})"
 
     def hints(self) -> Hints:
         """Return starting points for the attack."""
-        return self.proof.hints() if isinstance(self.proof, ExpansionProof | CausalProof) else NO_HINTS
+        return self.proof.hints() if isinstance(self.proof, ExpansionProof | OneToken | CausalProof) else NO_HINTS
 
 
 def prove_upper(
@@ -256,8 +237,11 @@ def prove_upper(
     """
     begun = time.perf_counter()
     is_box = comparison.inputs.kind == "box"
-    proof: ExpansionProof | TokenProof | CausalProof | ParallelProof | Deletion
-    if comparison.is_wide_block:
+    proof: ExpansionProof | OneToken | TokenProof | CausalProof | ParallelProof | Deletion
+    if comparison.is_one_token:
+        proof = one_token_proof(comparison)
+        notes = proof.notes
+    elif comparison.is_wide_block:
         proof = parallel_proof(comparison, progress)
         notes = proof.notes
     elif comparison.network.causal and comparison.network.skip and not comparison.has_mlp:

@@ -32,10 +32,13 @@ class ConvexLead:
 
 
 class Region(ABC):
-    """A set of points that every token of an input is taken from."""
+    """A set of points that every token of an input is taken from.
 
-    def __init__(self) -> None:
-        self.norms = Norms()
+    `unevenness` bounds the total variation of a row of attention from the average over its tokens.
+    """
+
+    def __init__(self, unevenness: float = 1.0) -> None:
+        self.norms, self.unevenness = Norms(), unevenness
 
     @abstractmethod
     def largest(self, M: Enclosure) -> HeadVectors:
@@ -57,8 +60,8 @@ class Region(ABC):
 class PointRegion(Region):
     """A finite set of points."""
 
-    def __init__(self, points: Float[Tensor, "v d"]) -> None:
-        super().__init__()
+    def __init__(self, points: Float[Tensor, "v d"], unevenness: float = 1.0) -> None:
+        super().__init__(unevenness)
         self.points = points
 
     def largest(self, M: Enclosure) -> HeadVectors:
@@ -75,7 +78,7 @@ class PointRegion(Region):
 
     def lead(self, terms: Rank1Sum) -> PairLead | None:
         """As in the base class."""
-        return PairLead(terms, self.points) if can_pair(self.points) else None
+        return PairLead(terms, self.points, share=self.unevenness) if can_pair(self.points) else None
 
 
 class ConvexRegion(Region):

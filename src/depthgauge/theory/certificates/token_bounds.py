@@ -31,6 +31,7 @@ from depthgauge.theory.certificates.box import (
     weighted_per_head,
 )
 from depthgauge.theory.certificates.lead import Rank1Sum
+from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import Enclosure, frobenius_norm_up
 from depthgauge.theory.linalg.rounding import (
     TINY,
@@ -52,19 +53,20 @@ BLOCK = 2**22
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenLayer(ArrayRecord):
-    """Bounds at the input of one layer: own and err per coordinate, θ and the range of e per head."""
+    """Bounds at the input of one layer: own and err per coordinate; per head θ, the range of e, TV(row, uniform)."""
 
     own: Vector
     err: Vector
     theta: PerHead
     moved: PerHead
+    uneven: PerHead
 
 
 class TokenBounds:
     """Bounds of every layer of a network with skip connections, over all sequences of points."""
 
-    def __init__(self, expansion: Expansion, points: Float[Tensor, "v d"], progress: Step = silent) -> None:
-        self.expansion, self.points = expansion, points
+    def __init__(self, expansion: Expansion, inputs: Tokens, progress: Step = silent) -> None:
+        self.expansion, self.points, self.unevenness = expansion, inputs.points(), inputs.unevenness
         self.layers: list[TokenLayer] = []
         for index in range(expansion.depth):
             progress(index, expansion.depth, "proving")
@@ -80,7 +82,7 @@ class TokenBounds:
         from_query = nonnegative_sum_up(mul_up(err, ranges(self.points, W.mT)), -1)
         moved = add_up(from_query, 2.0 * nonnegative_sum_up(mul_up(query, own), -1))
         theta = total(widest_row(self.points, W), widest_row(self.points, drifting), moved)
-        return TokenLayer(own, err, theta, moved)
+        return TokenLayer(own, err, theta, moved, tanh_up(theta / 4.0).clamp(max=self.unevenness))
 
     def _own_and_err(self, end: int) -> tuple[Vector, Vector]:
         zero = torch.zeros(self.expansion.dim, dtype=torch.float64)
@@ -91,7 +93,7 @@ class TokenBounds:
     def gap(self, k: int, M: Enclosure) -> HeadVectors:
         """Bound |(P_h − U) X_k M_h| for every head h of layer k."""
         layer = self.layers[k]
-        return mul_up(tanh_up(layer.theta / 4.0)[:, None], add_up(ranges(self.points, M), self._own_range(k, M)))
+        return mul_up(layer.uneven[:, None], add_up(ranges(self.points, M), self._own_range(k, M)))
 
     def rest(self, k: int, M: Enclosure) -> HeadVectors:
         """Bound |(P_h − U) X_k M_h − Cov(y W x, x M)|, the part beyond the leading term, for every head of layer k.
@@ -101,7 +103,7 @@ class TokenBounds:
         """
         layer = self.layers[k]
         curved = add_up(mul_up(mul_up(RHO, layer.theta), layer.theta), 0.25 * layer.moved)
-        owned = mul_up(tanh_up(layer.theta / 4.0)[:, None], self._own_range(k, M))
+        owned = mul_up(layer.uneven[:, None], self._own_range(k, M))
         return add_up(mul_up(curved[:, None], ranges(self.points, M)), owned)
 
     def _own_range(self, k: int, M: Enclosure) -> HeadVectors:
@@ -188,8 +190,9 @@ class PairLead:
     """A bound on the leading term Σ_r Cov_j(x L_r x_j, x_j R_r) over all points x and all sequences of points x_j.
 
     For a fixed x and a it is tr(G C) with G = Σ_b x_b T_a[b] and C = cov(x_j). All terms are summed first. Two bounds
-    hold. `pairs`: C = (1/2n²) Σ_jk δᵀδ with δ = x_j − x_k, so |tr(G C)| is at most ½ max |δ G δᵀ|. `sharper` uses the
-    smaller one of this and of `centred` for each x, which takes longer.
+    hold. `pairs`: C = (1/2n²) Σ_jk δᵀδ with δ = x_j − x_k, so |tr(G C)| is at most ½ max |δ G δᵀ|, times
+    `share` ≥ 1 − 1/n as δ = 0 for j = k. `sharper` uses the smaller one of this and of `centred` for each x, which
+    takes longer.
 
     `queries` are the points x, by default all. With `places`, the points are those of n places in this order, and a
     sequence has one point of each place: then the mean of ½ |δ G δᵀ| over all pairs of places, with the largest value
@@ -202,8 +205,9 @@ class PairLead:
         points: Float[Tensor, "v d"],
         queries: Float[Tensor, "x d"] | None = None,
         places: int = 1,
+        share: float = 1.0,
     ) -> None:
-        self.terms, self.points, self.places = terms, points, places
+        self.terms, self.points, self.places, self.share = terms, points, places, share
         self.queries = points if queries is None else queries
         self.slack = mul_up(0.5, pair_slack(terms, points))
         each = [self._each(a) for a in range(terms.right.shape[-1])]
@@ -215,9 +219,9 @@ class PairLead:
         return (self.queries @ T.reshape(d, d * d)).reshape(-1, d, d)
 
     def _each(self, a: int) -> Float[Tensor, " x"]:
-        """Return the bound of pairs for every x, in floating point; `slack` bounds the error."""
+        """Return the bound of pairs for every x, times the share; `slack` bounds the error of pairs."""
         parts = torch.split(self._matrices(a), max(1, BLOCK // len(self.points) ** 2))
-        return torch.cat([_pairs(part, self.points, self.places) for part in parts])
+        return mul_up(torch.cat([_pairs(part, self.points, self.places) for part in parts]), self.share)
 
     def sharper(self, a: int) -> Tensor:
         """Return the bound for coordinate a, with the smaller one of both bounds for each x."""

@@ -97,18 +97,20 @@ def token_proof(
     tokens = comparison.inputs
     assert isinstance(tokens, Tokens)
     points = tokens.points()
-    S = TokenBounds(Expansion(comparison.network), points, progress) if bounds is None else bounds
-    other = TokenBounds(Expansion(comparison.surrogate), points)
+    S = TokenBounds(Expansion(comparison.network), tokens, progress) if bounds is None else bounds
+    other = TokenBounds(Expansion(comparison.surrogate), tokens)
     linear = token_linear(S, other, readout)
     parts = tuple(S.added("gap", readout))
     plain = total(linear, _sum(parts), _sum(other.added("gap", readout)))
     joint = None
     if can_pair(points):
         (T, Tm), (T_other, Tm_other) = S.tensors(readout), other.tensors(readout)
-        last, places = (None, 1) if readout is None else (tokens.at_positions()[-1], len(tokens.at_positions()))
+        last, places, share = None, 1, tokens.unevenness
+        if readout is not None:
+            last, places, share = tokens.at_positions()[-1], len(tokens.at_positions()), 1.0
         leads = [
-            PairLead(Rank1Sum.join(T, T_other.negated()), points, last, places),
-            PairLead(Rank1Sum.join(Tm, Tm_other.negated()), points, None, places),
+            PairLead(Rank1Sum.join(T, T_other.negated()), points, last, places, share),
+            PairLead(Rank1Sum.join(Tm, Tm_other.negated()), points, None, places, share),
         ]
         beyond = total(linear, _sum(S.added("rest", readout)), _sum(other.added("rest", readout)))
         joint = largest_first(leads, beyond, plain)

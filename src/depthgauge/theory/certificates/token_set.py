@@ -12,6 +12,7 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError, InputFileError, require_count, require_type
 from depthgauge.base.format import counted, one_line
+from depthgauge.theory.linalg.rounding import div_up
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,6 +77,11 @@ class Tokens(ArrayRecord):
     def radius(self) -> float:
         """The largest |entry| of an input."""
         return float(self.points().abs().max())
+
+    @property
+    def unevenness(self) -> float:
+        """1 − 1/n, rounded up, for n = length: the largest total variation of a row of attention from the average."""
+        return 1.0 if self.length is None else float(div_up(self.length - 1.0, float(self.length)))
 
     def points(self) -> Float[Tensor, "points d"]:
         """Return 𝒫: every vector that a row of an input can be, computed in float64."""

@@ -116,7 +116,7 @@ class TokenFolds:
 
     def __init__(self, network: SelfAttentionNetwork, inputs: Tokens, **attack: Any) -> None:
         self.network, self.inputs, self.attack = network.copy().to(device="cpu", dtype=torch.float64), inputs, attack
-        self.S = TokenBounds(Expansion(self.network), inputs.points())
+        self.S = TokenBounds(Expansion(self.network), inputs)
         self._known: dict[Choice, float] = {}
 
     @cached_property

@@ -28,7 +28,7 @@ from depthgauge.theory.certificates.verify.arb_vectors import (
     times,
 )
 from depthgauge.theory.certificates.verify.box import rho
-from depthgauge.theory.certificates.verify.expansion import negated, scores, zeros
+from depthgauge.theory.certificates.verify.expansion import ArbExpansion, negated, scores, zeros
 from depthgauge.theory.certificates.verify.lead import Lead, Terms
 from depthgauge.theory.certificates.verify.tokens import PairLead, PointRanges
 from depthgauge.theory.linalg.enclosures import SignBound
@@ -44,14 +44,14 @@ class ArbPoints(PointRanges):
 
     def lead(self, terms: Terms, a: int, kept: LeadBound | None) -> arb:
         """Bound the leading term for coordinate a."""
-        return PairLead(terms, self.points).bound(a)
+        return PairLead(terms, self.points, self.unevenness).bound(a)
 
 
 class ArbConvex:
     """The box or the ball of a radius; the scalings of the sign norms on the box were recorded by name."""
 
     def __init__(self, kind: str, radius: arb, record: dict[str, SignBound]) -> None:
-        self.kind, self.radius, self.record = kind, radius, record
+        self.kind, self.radius, self.record, self.unevenness = kind, radius, record, arb(1)
 
     def largest(self, M: arb_mat) -> Vector:
         """Bound |x M| per coordinate."""
@@ -148,9 +148,12 @@ class ArbCausal:
         layer = self.layers[k]
         return add(self.region.ranges(layer.drift * M), times(arb(2), through(layer.err, absolute(M))))
 
+    def _uneven(self, k: int, h: int) -> arb:
+        return smaller((self.layers[k].theta[h] / 4).tanh().upper(), self.region.unevenness)
+
     def gap(self, k: int, h: int, M: arb_mat) -> Vector:
         """Bound |(P_h − C) X_k M|."""
-        return times((self.layers[k].theta[h] / 4).tanh(), add(self.region.ranges(M), self._beyond(k, M)))
+        return times(self._uneven(k, h), add(self.region.ranges(M), self._beyond(k, M)))
 
     def rest(self, k: int, h: int, M: arb_mat, order: int) -> Vector:
         """Bound what is beyond the leading terms of |(P_h − C) X_k M|, which enters the output with C^order."""
@@ -159,7 +162,7 @@ class ArbCausal:
             return self.gap(k, h, M)
         loose = layer.moved[h] if order == 0 else layer.moved[h] + layer.turned[h]
         curved = rho() * layer.theta[h] ** 2 + loose / 4
-        return add(times(curved, self.region.ranges(M)), times((layer.theta[h] / 4).tanh(), self._beyond(k, M)))
+        return add(times(curved, self.region.ranges(M)), times(self._uneven(k, h), self._beyond(k, M)))
 
     def added(self, *, is_led: bool) -> Vector:
         """Bound what all heads add to the output, or what is beyond the leading terms of it."""
@@ -178,16 +181,25 @@ class ArbCausal:
         return [(W, V) for _, W, V in pairs], [(self.layers[k].drift * W, V) for k, W, V in pairs], late
 
 
+def region_of(comparison: Comparison, record: dict[str, SignBound]) -> ArbPoints | ArbConvex:
+    """Return the set that the tokens of the inputs are taken from."""
+    inputs = comparison.inputs
+    return ArbPoints(inputs) if isinstance(inputs, Tokens) else ArbConvex(inputs.kind, arb(inputs.radius), record)
+
+
+def one_token_bound(comparison: Comparison) -> Vector:
+    """Bound |x (Z_{0:L} − Z'_{0:L'})|, which equals |S − S'| for one token, since its attention is the identity."""
+    if comparison.tokens != 1:
+        raise VerificationError("the proof is for inputs of one token, and these may have more")
+    X, Y = (ArbExpansion(net, one_token=True) for net in (comparison.network, comparison.surrogate))
+    return region_of(comparison, {}).largest(X.drift(0, X.depth) - Y.drift(0, Y.depth))
+
+
 def causal_bound(comparison: Comparison, proof: CausalProof, upper: arb) -> Vector:
     """Bound |S − S'|, jointly where the plain bound exceeds `upper`."""
     if comparison.network.length is not None:
         raise VerificationError("network: the bounds do not cover its position biases")
-    inputs = comparison.inputs
-    region: ArbPoints | ArbConvex
-    if isinstance(inputs, Tokens):
-        region = ArbPoints(inputs.points())
-    else:
-        region = ArbConvex(inputs.kind, arb(inputs.radius), proof.region.norms.record)
+    region = region_of(comparison, proof.region.norms.record)
     S = ArbCausal("network", comparison.network, region)
     other = ArbCausal("surrogate", comparison.surrogate, region)
     linear = _linear(S, other, comparison.surrogate, comparison.tokens)

@@ -13,16 +13,16 @@ from depthgauge.base.errors import VerificationError, require_count
 from depthgauge.theory.certificates.arb_values import precision
 from depthgauge.theory.certificates.ball import BallBounds
 from depthgauge.theory.certificates.box import BoxBounds
-from depthgauge.theory.certificates.causal_proof import CausalProof
+from depthgauge.theory.certificates.causal_proof import CausalProof, OneToken
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.deletion import Deletion
 from depthgauge.theory.certificates.parallel_blocks import ParallelProof
 from depthgauge.theory.certificates.proof import ExpansionProof, UpperBound
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
+from depthgauge.theory.certificates.verify.arb_vectors import Vector, add, column_lengths, smaller, times
 from depthgauge.theory.certificates.verify.ball import BallLayers
 from depthgauge.theory.certificates.verify.box import BoxLayers, unproved
-from depthgauge.theory.certificates.verify.causal import causal_bound
+from depthgauge.theory.certificates.verify.causal import causal_bound, one_token_bound
 from depthgauge.theory.certificates.verify.deletion import ArbDeletion
 from depthgauge.theory.certificates.verify.difference import ArbBoxDifference
 from depthgauge.theory.certificates.verify.expansion import ArbExpansion, check_matches, negated
@@ -55,6 +55,9 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
         raise VerificationError("the certificate does not contain its proof")
     if network.skip != surrogate.skip or network.dim != surrogate.dim:
         raise VerificationError("the networks differ in width or skip connections")
+    if isinstance(proof, OneToken):
+        _check(one_token_bound(comparison), upper)
+        return
     if isinstance(comparison.inputs, Tokens) and isinstance(proof, ParallelProof):
         _check(ArbParallel(network, surrogate, comparison.inputs.points()).bound(), upper)
         return
@@ -64,8 +67,7 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
         _check(causal_bound(comparison, proof, upper), upper)
         return
     if isinstance(comparison.inputs, Tokens):
-        points = comparison.inputs.points()
-        _check(token_bound(ArbExpansion(network), ArbExpansion(surrogate), points, upper), upper)
+        _check(token_bound(ArbExpansion(network), ArbExpansion(surrogate), comparison.inputs, upper), upper)
         return
     kind, radius = comparison.inputs.kind, arb(comparison.inputs.radius)
     if isinstance(proof, Deletion):
@@ -75,16 +77,7 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
     if not isinstance(proof, ExpansionProof):
         raise VerificationError("the certificate is for a box or a ball, its proof is for tokens")
     X, Y = ArbExpansion(network), ArbExpansion(surrogate)
-    if comparison.tokens == 1:
-        _check(_linear(X, Y, radius, kind), upper)
-    else:
-        _check((_box_bound if kind == "box" else _ball_bound)(comparison, proof, X, Y, upper), upper)
-
-
-def _linear(X: ArbExpansion, Y: ArbExpansion, radius: arb, kind: str) -> Vector:
-    """Bound |m(Z_{0:L} − Z'_{0:L'})|, which equals |S − S'| for one token, since its attention is the identity."""
-    M = X.drift(0, X.depth) - Y.drift(0, Y.depth)
-    return times(radius, column_sums(M) if kind == "box" else column_lengths(M))
+    _check((_box_bound if kind == "box" else _ball_bound)(comparison, proof, X, Y, upper), upper)
 
 
 def _box_bound(comparison: Comparison, proof: ExpansionProof, X: ArbExpansion, Y: ArbExpansion, upper: arb) -> Vector:
@@ -110,7 +103,7 @@ def _ball_bound(comparison: Comparison, proof: ExpansionProof, X: ArbExpansion, 
         raise VerificationError("the certificate is for a ball, its proof is for a box")
     radius = arb(comparison.inputs.radius)
     layers, other = BallLayers("network", X, proof.bounds, radius), BallLayers("surrogate", Y, proof.other, radius)
-    linear = _linear(X, Y, radius, "ball")
+    linear = times(radius, column_lengths(X.drift(0, X.depth) - Y.drift(0, Y.depth)))
     plain = add(linear, layers.added("gap"), other.added("gap"))
     if proof.joint is None or all(value <= upper for value in plain):
         return plain

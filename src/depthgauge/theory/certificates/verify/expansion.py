@@ -15,11 +15,17 @@ from depthgauge.theory.surrogates.expansion import LayerMatch
 
 
 class ArbExpansion:
-    """W_kh = β Q Kᵀ, V_kh and the matrices built from them, for a network without causal mask, MLP and LayerNorm."""
+    """W_kh = β Q Kᵀ, V_kh and the matrices built from them, for a network without causal mask, MLP and LayerNorm.
 
-    def __init__(self, network: SelfAttentionNetwork) -> None:
-        if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
+    For one token a mask and position biases change nothing.
+    """
+
+    def __init__(self, network: SelfAttentionNetwork, *, one_token: bool = False) -> None:
+        is_masked = (network.causal or network.length is not None) and not one_token
+        if is_masked or network.norm != "none" or any(layer.mlp is not None for layer in network):
             raise VerificationError("the network is causal or has an MLP or LayerNorm; the expansion does not cover it")
+        if any(one is not None for layer in network for one in (layer.query_bias, layer.output_bias)):
+            raise VerificationError("the network has biases in the attention; the expansion does not cover them")
         self.skip, self.depth, self.dim = network.skip, len(network), network.dim
         self.W = [scores(network, layer) for layer in network]
         self.V = [[to_arb(value) for value in layer.value] for layer in network]

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from flint import arb, arb_mat
-from torch import Tensor
 
 from depthgauge.base.errors import VerificationError
 from depthgauge.theory.certificates.arb_values import to_arb
+from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.certificates.verify.arb_vectors import (
     Vector,
     absolute,
@@ -34,10 +34,11 @@ class ArbTokenLayer:
 
 
 class PointRanges:
-    """A finite set of points x."""
+    """The points x of all tokens; `unevenness` is 1 − 1/n for at most n tokens."""
 
-    def __init__(self, points: Tensor) -> None:
-        self.points = to_arb(points)
+    def __init__(self, inputs: Tokens) -> None:
+        self.points, n = to_arb(inputs.points()), inputs.length
+        self.unevenness = arb(1) if n is None else (arb(n - 1) / n).upper()
 
     def ranges(self, M: arb_mat) -> Vector:
         """Bound max − min over the points of every coordinate of x M."""
@@ -55,10 +56,10 @@ class PointRanges:
 class TokenLayers(PointRanges):
     """The layers of a network with skip connections, over all sequences of points."""
 
-    def __init__(self, who: str, X: ArbExpansion, points: Tensor) -> None:
+    def __init__(self, who: str, X: ArbExpansion, inputs: Tokens) -> None:
         if not X.skip:
             raise VerificationError(f"{who}: the bounds over tokens require skip connections")
-        super().__init__(points)
+        super().__init__(inputs)
         self.X = X
         self.layers: list[ArbTokenLayer] = []
         for index in range(X.depth):
@@ -79,16 +80,18 @@ class TokenLayers(PointRanges):
             theta.append((self.widest(W) + self.widest(drifting) + moved[-1]).upper())
         return ArbTokenLayer(own, err, theta, moved)
 
+    def _uneven(self, k: int, h: int) -> arb:
+        return smaller((self.layers[k].theta[h] / 4).tanh().upper(), self.unevenness)
+
     def gap(self, k: int, h: int, M: arb_mat) -> Vector:
         """Bound |(P_h − U) X_k M|."""
-        layer = self.layers[k]
-        return times((layer.theta[h] / 4).tanh(), add(self.ranges(M), self._own_range(k, M)))
+        return times(self._uneven(k, h), add(self.ranges(M), self._own_range(k, M)))
 
     def rest(self, k: int, h: int, M: arb_mat) -> Vector:
         """Bound what is beyond the leading term of |(P_h − U) X_k M|."""
         layer = self.layers[k]
         curved = rho() * layer.theta[h] ** 2 + layer.moved[h] / 4
-        return add(times(curved, self.ranges(M)), times((layer.theta[h] / 4).tanh(), self._own_range(k, M)))
+        return add(times(curved, self.ranges(M)), times(self._uneven(k, h), self._own_range(k, M)))
 
     def added(self, part: str) -> Vector:
         """Bound the sum over all heads of what `gap` or `rest` says about V and V Z_{k+1:L}."""
@@ -109,9 +112,9 @@ class TokenLayers(PointRanges):
         return T, Tm + [term for k in range(X.depth) for term in X.output_terms(k, X.depth, X.heads(k))]
 
 
-def token_bound(X: ArbExpansion, Y: ArbExpansion, points: Tensor, upper: arb) -> Vector:
+def token_bound(X: ArbExpansion, Y: ArbExpansion, inputs: Tokens, upper: arb) -> Vector:
     """Bound |S − S'|, over pairs of points where the plain bound exceeds `upper`."""
-    S, other = TokenLayers("network", X, points), TokenLayers("surrogate", Y, points)
+    S, other = TokenLayers("network", X, inputs), TokenLayers("surrogate", Y, inputs)
     linear = S.largest(X.drift(0, X.depth) - Y.drift(0, Y.depth))
     values = add(linear, S.added("gap"), other.added("gap"))
     open_ones = [a for a, value in enumerate(values) if not value <= upper]
@@ -119,7 +122,8 @@ def token_bound(X: ArbExpansion, Y: ArbExpansion, points: Tensor, upper: arb) ->
         return values
     beyond = add(linear, S.added("rest"), other.added("rest"))
     (T, Tm), (T_other, Tm_other) = S.terms(), other.terms()
-    leads = [PairLead(T + negated(T_other), S.points), PairLead(Tm + negated(Tm_other), S.points)]
+    both = T + negated(T_other), Tm + negated(Tm_other)
+    leads = [PairLead(terms, S.points, S.unevenness) for terms in both]
     for a in open_ones:
         bound = beyond[a] + sum((lead.bound(a) for lead in leads), arb(0))
         values[a] = smaller(values[a], bound.upper())
@@ -129,8 +133,8 @@ def token_bound(X: ArbExpansion, Y: ArbExpansion, points: Tensor, upper: arb) ->
 class PairLead:
     """A bound on |tr(G C)| over the points x, with G = Σ_r (L_rᵀ x)(R_r e_a)ᵀ, and all covariances C of points."""
 
-    def __init__(self, terms: Terms, points: arb_mat) -> None:
-        self.terms, self.points, self.v = terms, points, points.nrows()
+    def __init__(self, terms: Terms, points: arb_mat, share: arb) -> None:
+        self.terms, self.points, self.v, self.share = terms, points, points.nrows(), share
         self.queries = [points * left for left, _ in terms]
         self.spread = _largest_square(points)
 
@@ -141,7 +145,7 @@ class PairLead:
         sizes = []
         for x in range(self.v):
             G = arb_mat([[query[x, c] for query in self.queries] for c in range(d)]) * columns
-            sizes.append(smaller(self._pairs(G), self._centred(G)))
+            sizes.append(smaller((self.share * self._pairs(G)).upper(), self._centred(G)))
         return largest(sizes)
 
     def _pairs(self, G: arb_mat) -> arb:
