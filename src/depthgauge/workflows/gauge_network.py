@@ -14,7 +14,7 @@ from depthgauge.results.network_subject import DepthRow, NetworkDescription, Net
 from depthgauge.results.verdicts import network_verdict
 from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.printed import printed_bound
-from depthgauge.theory.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
+from depthgauge.theory.depth.effective import FoldBounds, can_fold, certified_depth, measured_depth, measured_errors
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.measures.profile import measure
 from depthgauge.theory.network.network import SelfAttentionNetwork
@@ -64,8 +64,7 @@ def _subject(
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
     profile = measure(network, x, progress=progress)
     with threads_for(network.dim):
-        foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
-        bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
+        bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if can_fold(network) else None
         sandwiches: list[Sandwich] = []
         for index, method in enumerate(CLOSED_FORMS):
             progress(index, len(CLOSED_FORMS), f"certifying {method}")

@@ -1,7 +1,7 @@
 """Effective depth: the search agrees with brute force, and its errors are within the tolerance."""
 
 import math
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
 from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.effective import (
     FoldBounds,
     certified_depth,
@@ -103,9 +104,55 @@ def test_invalid_arguments_raise_before_any_computation(options, message):
         effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1), **options)
 
 
-def test_networks_that_cannot_be_folded_raise():
-    with pytest.raises(InputError, match="not causal"):
-        effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1, causal=True), radius=1.0, tolerance=0.1)
+CAUSAL = {"causal": True}
+BLOCKS = {"causal": True, "norm": "pre", "mlp": 4, "mlp_skip": True, "activation": "gelu"}
+KINDS = [CAUSAL, BLOCKS, {"mlp": 4, "mlp_skip": True}, {"norm": "pre-rms"}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("length", [None, 3])
+def test_networks_without_foldings_have_a_depth_over_tokens(kind, length):
+    """Every sequence is within the proved error, and the measured depth is not larger."""
+    network = random_network(layers=3, heads=2, dim=4, eta=0.005, **kind)
+    embeddings = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    depth = effective_depth(network, tolerance=0.05, inputs=Tokens(embeddings, length=length))
+    sharpest = ("parallel" if length is None else "corrected") if kind is CAUSAL else "parallel"
+    assert (depth.layers, len(depth.network), depth.status, depth.method) == (1, 1, "proved", sharpest)
+    assert depth.certificate.verify()
+    for n in (1, 2, 3):
+        x = embeddings[torch.tensor(list(product(range(3), repeat=n)))]
+        gap = (network(x) - depth.network(x)).abs().max().item()
+        assert gap <= depth.error * (1 + 1e-9) + 1e-14
+    assert effective_depth(network, tolerance=0.05, certified=False, x=x).layers == 1
+    tight = effective_depth(network, tolerance=1e-15, inputs=Tokens(embeddings, length=length))
+    assert (tight.layers, tight.method) == (3, "none")
+    assert tight.status in {"refuted", "undecided"}
+
+
+def test_a_causal_network_has_a_depth_over_a_box():
+    network = random_network(layers=3, heads=2, dim=4, eta=0.005, causal=True)
+    depth = effective_depth(network, radius=1.0, tolerance=0.01)
+    assert (depth.layers, depth.status, depth.method) == (1, "proved", "parallel")
+    x = uniform_inputs(50, 6, 4, seed=0)
+    assert (network(x) - depth.network(x)).abs().max().item() <= depth.error
+    assert depth.certificate.verify()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ({"mlp": 4, "mlp_skip": True}, {"radius": 1.0}, "give the tokens"),
+        ({"causal": True, "skip": False}, {"radius": 1.0}, "give the tokens"),
+        ({"norm": "pre"}, {"radius": 1.0}, "give the tokens"),
+        ({"norm": "post"}, {"inputs": Tokens(torch.eye(2))}, "after the sublayers"),
+        ({"mlp": 4}, {"inputs": Tokens(torch.eye(2))}, "no skip connections around each sublayer"),
+        ({"causal": True, "skip": False}, {"inputs": Tokens(torch.eye(2))}, "skip connections"),
+        ({"norm": "post"}, {"certified": False, "x": torch.ones(2, 2, dtype=torch.float64)}, "no method works on it"),
+    ],
+)
+def test_networks_without_a_method_raise(kind, options, message):
+    with pytest.raises(InputError, match=message):
+        effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1, **kind), tolerance=0.1, **options)
 
 
 @pytest.mark.parametrize("eta", [1e150, 1e308])

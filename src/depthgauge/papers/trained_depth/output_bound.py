@@ -32,7 +32,7 @@ from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.effective import (
     Choice,
     FoldBounds,
-    TokenFolds,
+    SetBounds,
     measured_depth,
     proved_depth,
     shallower,
@@ -338,9 +338,9 @@ def output_depth(model: BoundedModel, bound: OutputBound | None) -> int:
         return 1
     _, per_unit = readout_changes(torch.ones(model.network.dim, dtype=torch.float64), model.readout)
     tolerance = DECISIVE * (1 - 1e-12) / max(per_unit, 1e-300)
-    folds: TokenFolds | FoldBounds
+    folds: SetBounds | FoldBounds
     if model.network.skip:
-        folds = TokenFolds(model.network, Tokens(model.token, model.position))
+        folds = SetBounds(model.network, Tokens(model.token, model.position))
     else:
         folds = FoldBounds(model.network, largest_input(model), joint=False)
     return proved_depth(folds, tolerance).layers

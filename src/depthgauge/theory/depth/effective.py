@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.base.errors import InputError, require_positive, require_radius
+from depthgauge.base.errors import InputError, require_positive
 from depthgauge.base.format import counted, number
 from depthgauge.base.frames import html_facts
 from depthgauge.base.progress import Step, silent
@@ -106,42 +106,68 @@ Choice = tuple[int, ...] | str
 """A shallower network: the layers that a folding keeps, or the name of a closed form with one layer."""
 
 
-def shallower(network: SelfAttentionNetwork, choice: Choice) -> SelfAttentionNetwork:
-    """Return the network of a choice."""
-    return closed_form(network, choice) if isinstance(choice, str) else fold(network, choice)
+def can_fold(network: SelfAttentionNetwork) -> bool:
+    """Return whether runs of layers fold into one: not causal, and neither norms, MLPs nor biases."""
+    return not (network.causal or network.norm != "none" or network.has_mlp or network.has_attention_bias)
 
 
-class TokenFolds:
-    """Upper bounds over all sequences of tokens; `attack` has the `starts` and `steps` of certificates."""
+def one_layer_forms(network: SelfAttentionNetwork, length: int | None) -> list[str]:
+    """Return the closed forms that make one layer of a network, for up to `length` tokens; the sharpest first."""
+    names = ["parallel"] if network.has_mlp else reversed(list(CLOSED_FORMS))
+    return [name for name in names if refusal(network, name, length) is None]
 
-    def __init__(self, network: SelfAttentionNetwork, inputs: Tokens, **attack: Any) -> None:
+
+def shallower(network: SelfAttentionNetwork, choice: Choice, length: int | None = None) -> SelfAttentionNetwork:
+    """Return the network of a choice, for up to `length` tokens."""
+    return closed_form(network, choice, length) if isinstance(choice, str) else fold(network, choice)
+
+
+class SetBounds:
+    """Upper bounds over all sequences of tokens, or on a box for networks that have closed forms alone.
+
+    `attack` has the `starts` and `steps` of certificates.
+    """
+
+    def __init__(self, network: SelfAttentionNetwork, inputs: InputSet | Tokens, **attack: Any) -> None:
         self.network, self.inputs, self.attack = network.copy().to(device="cpu", dtype=torch.float64), inputs, attack
-        self.S = TokenBounds(Expansion(self.network), inputs)
+        self.length = inputs.length if isinstance(inputs, Tokens) else None
+        folds = can_fold(network) and isinstance(inputs, Tokens)
+        self.S = TokenBounds(Expansion(self.network), inputs) if folds else None
         self._known: dict[Choice, float] = {}
 
     @cached_property
     def seen(self) -> Callable[[Choice], float]:
         """As in `FoldBounds`."""
-        comparison = Comparison(self.network, fold(self.network, ()), self.inputs)
-        return measured_errors(self.network, attack_tokens(comparison, AttackOptions(starts=8)).x)
+        options, comparison = AttackOptions(starts=8), self._compared(one_layer_forms(self.network, self.length)[-1])
+        over_tokens = isinstance(self.inputs, Tokens)
+        x = attack_tokens(comparison, options).x if over_tokens else attack(comparison, options).expand()
+        return measured_errors(self.network, x)
 
     @cached_property
     def layer_costs(self) -> list[float]:
-        """As in `FoldBounds`."""
-        return [float(part.sum(0).amax()) for part in self.S.added("gap")]
+        """As in `FoldBounds`; empty if there are no foldings."""
+        return [] if self.S is None else [float(part.sum(0).amax()) for part in self.S.added("gap")]
+
+    def _compared(self, choice: Choice) -> Comparison:
+        return Comparison(self.network, shallower(self.network, choice, self.length), self.inputs)
 
     def error(self, choice: Choice) -> float:
         """As in `FoldBounds`."""
         if not isinstance(choice, str) and len(choice) == len(self.network):
             return 0.0
         if choice not in self._known:
-            comparison = Comparison(self.network, shallower(self.network, choice), self.inputs)
-            self._known[choice] = float(token_proof(comparison, self.S).value.amax())
+            if self.S is not None:
+                self._known[choice] = float(token_proof(self._compared(choice), self.S).value.amax())
+            else:
+                upper = prove_upper(self._compared(choice), "default").upper
+                self._known[choice] = math.inf if upper is None else upper
         return self._known[choice]
 
     def certificate(self, choice: Choice) -> Certificate:
         """As in `FoldBounds`."""
-        return certify(self.network, shallower(self.network, choice), inputs=self.inputs, **self.attack)
+        other = shallower(self.network, choice, self.length)
+        where = {"inputs": self.inputs} if isinstance(self.inputs, Tokens) else {"radius": self.inputs.radius}
+        return certify(self.network, other, **where, **self.attack)
 
 
 class FoldBounds:
@@ -150,6 +176,8 @@ class FoldBounds:
     The layer bounds of S are computed once. With `joint`, heads are bounded jointly where the network permits it;
     otherwise one by one, which is faster and less sharp. `attack` has the `starts` and `steps` of certificates.
     """
+
+    length: int | None = None
 
     def __init__(self, network: SelfAttentionNetwork, radius: float, *, joint: bool = True, **attack: Any) -> None:
         self.network, self.radius, self.attack = network, radius, attack
@@ -230,10 +258,11 @@ def effective_depth(
     With one layer, S' is a closed form (`corrected`, `mean-field`, `parallel`, `last-layer`, `identity`). With more, it
     is a folding: it keeps some layers, replaces the others by X + 1·mean(X)·V_ℓ with V_ℓ = Σ_h V_ℓh, and merges every
     run of replaced layers into one, which is exact. Up to 6 layers all foldings are tried, beyond that the most
-    promising ones of each depth.
+    promising ones of each depth. Networks with a causal mask, MLPs, norms or biases have no foldings; one layer is
+    tried, by the closed forms of `collapse`.
 
     Args:
-        network: S; not causal, without MLP and LayerNorm.
+        network: S. Over a box it has neither MLP, norms nor biases, and skip connections if it is causal.
         tolerance: the largest error allowed in any entry of the output.
         radius: φ; with `certified`, the error is proved for every X with |X_ic| ≤ φ.
         inputs: `Tokens`, instead of `radius`: the error is proved for every sequence of these tokens.
@@ -245,7 +274,7 @@ def effective_depth(
         A `Depth`; at worst it keeps every layer, with error 0.
 
     Raises:
-        InputError: an option is invalid or missing, or the network cannot be folded.
+        InputError: an option is invalid or missing, or no method makes this network shallower with a proof.
 
     Example:
         >>> from depthgauge import random_network
@@ -255,36 +284,50 @@ def effective_depth(
     """
     network = require_network(network).copy()  # which the result keeps
     require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
-    if network.causal or network.norm != "none" or network.has_mlp:
-        raise InputError(
-            "effective depth applies to networks that are not causal and have neither MLP nor LayerNorm; without "
-            "LayerNorm, use certify(network, collapse(network, 'last-layer'), radius=…) instead"
-        )
     if certified:
         if (radius is None) == (inputs is None):
             raise InputError("certified depth needs a radius, the largest |entry| an input may have, or inputs")
         with threads_for(network.dim):
-            if inputs is not None:
-                check_request(network, network, None, None, inputs, None, "default")
-                return certified_depth(TokenFolds(network, inputs), tolerance, progress=progress)
-            assert radius is not None
-            return certified_depth(FoldBounds(network, require_radius(radius)), tolerance, progress=progress)
+            chosen = check_request(network, network, radius, None, inputs, None, "default")
+            if can_fold(network) and radius is not None:
+                return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
+            if radius is not None and (network.has_mlp or network.has_attention_bias or not network.skip):
+                raise InputError(
+                    "over a box, no shallower network is proved for networks with MLPs or biases, or causal ones "
+                    "without skip connections; give the tokens: inputs=Tokens(…)"
+                )
+            bounds = SetBounds(network, chosen)
+            _require_forms(network, bounds.length)
+            return certified_depth(bounds, tolerance, progress=progress)
     if x is None:
         raise InputError("measured depth needs inputs; give x of shape [n, d] or [..., n, d]")
     network.check_input(x)
-    return measured_depth(network, measured_errors(network, x), tolerance, progress=progress)
+    _require_forms(network, x.shape[-2])
+    return measured_depth(network, measured_errors(network, x), tolerance, length=x.shape[-2], progress=progress)
+
+
+def _require_forms(network: SelfAttentionNetwork, length: int | None) -> None:
+    """Raise unless there is a shallower network to try."""
+    if not (can_fold(network) or one_layer_forms(network, length)):
+        raise InputError(refusal(network, "parallel", length) or "")
 
 
 def measured_depth(
-    network: SelfAttentionNetwork, errors: Callable[[Choice], float], tolerance: float, *, progress: Step = silent
+    network: SelfAttentionNetwork,
+    errors: Callable[[Choice], float],
+    tolerance: float,
+    *,
+    length: int | None = None,
+    progress: Step = silent,
 ) -> Depth:
     """Return the measured depth at one tolerance; several tolerances can share `errors` (see `measured_errors`)."""
     L = len(network)
-    alone = [errors(tuple(k for k in range(L) if k != replaced)) for replaced in range(L)]
-    return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, False, progress)
+    every = range(L) if can_fold(network) else ()
+    alone = [errors(tuple(k for k in range(L) if k != replaced)) for replaced in every]
+    return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, length, False, progress)
 
 
-def certified_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progress: Step = silent) -> Depth:
+def certified_depth(bounds: FoldBounds | SetBounds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance with its certificate; several tolerances can share `bounds`."""
     depth = proved_depth(bounds, tolerance, progress=progress)
     if depth.method == "none":
@@ -295,7 +338,7 @@ def certified_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progre
     return replace(depth, error=proved, certificate=certificate)
 
 
-def proved_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progress: Step = silent) -> Depth:
+def proved_depth(bounds: FoldBounds | SetBounds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance, without the certificate of the shallower network."""
 
     def error(choice: Choice) -> tuple[float, bool]:
@@ -305,7 +348,7 @@ def proved_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progress:
         least = 0.9 * bounds.seen(choice)
         return (least, True) if tolerance < least < math.inf else (bounds.error(choice), False)
 
-    return _shallowest(bounds.network, error, bounds.layer_costs, tolerance, True, progress)
+    return _shallowest(bounds.network, error, bounds.layer_costs, tolerance, bounds.length, True, progress)
 
 
 def measured_errors(
@@ -320,7 +363,7 @@ def measured_errors(
     def error(choice: Choice) -> float:
         if not isinstance(choice, str) and len(choice) == len(network):
             return 0.0
-        gap = (truth - shallower(network, choice)(x, attention)).abs().amax()
+        gap = (truth - shallower(network, choice, x.shape[-2])(x, attention)).abs().amax()
         return float(gap) if bool(gap.isfinite()) else math.inf
 
     return error
@@ -331,16 +374,17 @@ def _shallowest(
     error: Callable[[Choice], tuple[float, bool]],
     costs: list[float],
     tolerance: float,
+    length: int | None,
     certified: bool,
     progress: Step,
 ) -> Depth:
     """Try choices in order of their depth and return the first within the tolerance.
 
     `error` returns the error of a choice, and whether an input was found on which it exceeds the tolerance. `costs` has
-    the cost of replacing each layer alone, which orders the foldings.
+    the cost of replacing each layer alone, which orders the foldings; there are none without costs.
     """
     L = len(network)
-    one_layer = [method for method in reversed(list(CLOSED_FORMS)) if refusal(network, method) is None]
+    one_layer = one_layer_forms(network, length)
     tried = refuted = 0
     for layers in range(1, L):
         progress(layers - 1, L, counted(layers, "layer"))
@@ -359,7 +403,7 @@ def _shallowest(
                     error=reached,
                     tolerance=tolerance,
                     certified=certified,
-                    network=shallower(network, choice),
+                    network=shallower(network, choice, length),
                     method=choice if isinstance(choice, str) else "fold",
                     status="proved" if certified else "measured",
                     tried=tried,
