@@ -255,7 +255,7 @@ def test_requests_that_are_not_covered_are_refused() -> None:
     small = dg.collapse(net, method="parallel")
     given_: dict[str, dict[str, Any]] = {"a box": {"radius": 1.0}, "a ball": {"ball": 1.0}}
     for word, inputs in given_.items():
-        with pytest.raises(InputError, match=f"{word} contains the token 0.*316 times as steep"):
+        with pytest.raises(InputError, match=f"{word} contains the token 0.*slope of a norm is 1/√ε = 316"):
             dg.certify(net, small, **inputs)
     for norm in ("post", "post-rms"):
         post = gpt(norm=norm)

@@ -87,6 +87,8 @@ class Certificate(UpperBound):
     def verify(self, bits: int = 128) -> bool:
         """Prove `upper` a second time, in interval arithmetic with independent code (docs/math.md §3.10).
 
+        A failure does not refute the bound.
+
         Args:
             bits: the precision of the intervals; a failure is tried once more with twice as many bits.
 
@@ -248,8 +250,8 @@ def check_request(
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
     if network.norm != "none" and not isinstance(chosen, Tokens):
         raise InputError(
-            f"the network has norms ({network.norm}), and a {chosen.kind} contains the token 0, where a norm is "
-            "1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…), --tokens FILE"
+            f"the network has norms ({network.norm}), and a {chosen.kind} contains the token 0, where the slope of a "
+            "norm is 1/√ε = 316; give the tokens: inputs=Tokens(…), --tokens FILE"
         )
     if Comparison(network, surrogate, chosen).is_wide_block:
         obstacle = block_obstacle(network)
