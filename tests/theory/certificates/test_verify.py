@@ -314,6 +314,18 @@ def test_changed_weights_are_rejected(which: str, request_: dict[str, Any]) -> N
         c.verify()
 
 
+@pytest.mark.parametrize("switches", [{}, {"causal": True}, {"mlp": 3}], ids=str)
+@pytest.mark.parametrize("name", ["output_bias", "query_bias"])
+def test_a_bias_in_the_attention_is_rejected(name: str, switches: dict[str, Any]) -> None:
+    network = random_network(layers=2, heads=1, dim=3, eta=0.2, **switches)
+    c = certified(network, closed_form(network, "last-layer"), radius=1.0)
+    damaged = c.network.copy()
+    bias = torch.ones(damaged[0].query.shape[::2] if name == "query_bias" else (3,), dtype=torch.float64)
+    setattr(damaged[0], name, torch.nn.Parameter(bias))
+    with pytest.raises(VerificationError, match="biases"):
+        changed(c, network=damaged).verify()
+
+
 def test_a_reduced_deletion_bound_and_changed_surrogates_are_rejected() -> None:
     network = random_network(layers=3, heads=2, dim=3, eta=0.2, mlp=3)
     c = certified(network, closed_form(network, "last-layer"), radius=1.0)

@@ -80,6 +80,11 @@ def column_sums(M: Enclosure, radius: float) -> Vector:
     return mul_up(nonnegative_sum_up(M.abs_up(), 0), radius)
 
 
+def first_lost(parts: PartsByLayer) -> int:
+    """Return the first layer whose parts are not finite, or the last layer."""
+    return next((k for k, part in enumerate(parts) if not bool(part.isfinite().all())), len(parts) - 1)
+
+
 def total(*terms: Tensor) -> Tensor:
     """Bound the sum of the terms."""
     return reduce(add_up, terms)

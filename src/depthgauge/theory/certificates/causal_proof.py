@@ -81,11 +81,6 @@ class OneToken:
     notes = ("one token: attention is the identity",)
     lost_at = 0
 
-    @property
-    def coordinate(self) -> int:
-        """The output coordinate with the largest bound."""
-        return int(self.value.argmax())
-
     def hints(self) -> Hints:
         """Return a starting point for the attack."""
         return Hints(drift=self.drift)

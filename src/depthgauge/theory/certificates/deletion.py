@@ -17,9 +17,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.theory.certificates.box import Norms, PartsByLayer, PerHead, Vector, weighted, weighted_per_head
+from depthgauge.theory.certificates.box import (
+    Norms,
+    PartsByLayer,
+    PerHead,
+    Vector,
+    first_lost,
+    weighted,
+    weighted_per_head,
+)
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.rounding import add_up, mul_up, no_bound, nonnegative_matmul_up, tanh_up
+from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, tanh_up
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.expansion import match_heads
 
@@ -38,18 +46,12 @@ class Deletion:
     head_parts: PartsByLayer
     norms: Norms
     methods = ("deletion",)
-    notes = ()
-
-    @property
-    def coordinate(self) -> int:
-        """The output coordinate with the largest bound; NaN counts as infinite."""
-        return int(no_bound(self.value).argmax())
+    notes: tuple[str, ...] = ()
 
     @property
     def lost_at(self) -> int:
         """The first layer whose parts are not finite, or the last layer."""
-        lost = (k for k, part in enumerate(self.head_parts) if not bool(part.isfinite().all()))
-        return next(lost, len(self.head_parts) - 1)
+        return first_lost(self.head_parts)
 
 
 def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, radius: float) -> Deletion:

@@ -27,7 +27,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.activations import CURVATURE, activation_and_slope
 from depthgauge.theory.certificates.ball import column_lengths
-from depthgauge.theory.certificates.box import PartsByLayer, PerHead, Vector, total
+from depthgauge.theory.certificates.box import PartsByLayer, PerHead, Vector, first_lost, total
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.deletion import STEEPEST
 from depthgauge.theory.certificates.read_tokens import PerToken, ReadTokens, diameter, lengths
@@ -64,15 +64,9 @@ class ParallelProof:
     methods = ("parallel",)
 
     @property
-    def coordinate(self) -> int:
-        """The output coordinate with the largest bound."""
-        return int(self.value.argmax())
-
-    @property
     def lost_at(self) -> int:
         """The first layer whose parts are not finite, or the last layer."""
-        lost = (k for k, part in enumerate(self.head_parts) if not bool(part.isfinite().all()))
-        return next(lost, len(self.head_parts) - 1)
+        return first_lost(self.head_parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -240,24 +240,21 @@ def prove_upper(
     proof: ExpansionProof | OneToken | TokenProof | CausalProof | ParallelProof | Deletion
     if comparison.is_one_token:
         proof = one_token_proof(comparison)
-        notes = proof.notes
     elif comparison.is_wide_block:
         proof = parallel_proof(comparison, progress)
-        notes = proof.notes
     elif comparison.network.causal and comparison.network.skip and not comparison.has_mlp:
         proof = _smaller_causal(comparison, progress)
-        notes = proof.notes
     elif isinstance(comparison.inputs, Tokens):
         proof = token_proof(comparison, progress=progress)
-        notes = proof.notes
     elif comparison.expands:
         proof = box_proof(comparison, effort, bounds) if is_box else ball_proof(comparison, effort)
-        notes = proof.notes
     else:
-        # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers the ball.
         proof = deletion_bound(comparison.network, comparison.surrogate, comparison.inputs.radius)
-        notes = () if is_box else ("tokens of bounded length were taken as a box of the same radius",)
-    coordinate = proof.coordinate
+    notes = proof.notes
+    if isinstance(proof, Deletion) and not is_box:
+        # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers the ball.
+        notes = ("tokens of bounded length were taken as a box of the same radius",)
+    coordinate = int(no_bound(proof.value).argmax())
     value = float(proof.value[coordinate])
     finite = math.isfinite(value)
     return UpperBound(

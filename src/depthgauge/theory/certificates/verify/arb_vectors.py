@@ -132,11 +132,11 @@ def weighted(left: Sequence[arb], M: arb_mat, right: Sequence[arb]) -> arb_mat:
 
 
 def sign_norms(
-    record: dict[str, SignBound], name: str, left: Vector, matrices: Sequence[arb_mat], right: Vector
+    record: dict[str, SignBound], name: str, left: Vector, matrices: Sequence[arb_mat], right: Vector, first: int = 0
 ) -> list[arb]:
     """Bound ‖diag(left) M_h diag(right)‖_{∞→1} for every head h, with the scalings recorded under `name` (§3.4)."""
     found = []
-    for h, matrix in enumerate(matrices):
+    for h, matrix in enumerate(matrices, first):
         M = weighted(left, matrix, right)
         total = sum((abs(entry) for entry in M.entries()), arb(0)).upper()
         if min(M.nrows(), M.ncols()) <= ENUMERATED:

@@ -67,8 +67,7 @@ class ArbConvex:
             return (2 * self.radius**2 * spectral_norm(W)).upper()
         where, head = name.rsplit(":", 1)
         phi = [self.radius] * W.nrows()
-        recorded = {where: _only(self.record[where], int(head))} if where in self.record else {}
-        return (2 * sign_norms(recorded, where, phi, [W], phi)[0]).upper()
+        return (2 * sign_norms(self.record, where, phi, [W], phi, first=int(head))[0]).upper()
 
     def lead(self, terms: Terms, a: int, kept: LeadBound | None) -> arb:
         """Bound the leading term for coordinate a."""
@@ -77,14 +76,6 @@ class ArbConvex:
         for bound in Lead(terms, [], d, self.radius, self.kind).bounds("output", a, kept):
             found = smaller(found, bound)
         return found
-
-
-def _only(bound: SignBound, head: int) -> SignBound:
-    """Return the record of one head."""
-    if bound.row_scale is None or bound.column_scale is None:
-        return bound
-    one = slice(head, head + 1)
-    return SignBound(bound.value[one], bound.method, bound.row_scale[one], bound.column_scale[one])
 
 
 @dataclass(frozen=True)

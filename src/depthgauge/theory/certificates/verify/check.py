@@ -42,42 +42,38 @@ def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
         raise VerificationError("there is no finite upper bound to prove")
     try:
         with precision(bits):
-            _prove(comparison, bound, arb(bound.upper))
+            _check(_proved(comparison, bound, arb(bound.upper)), arb(bound.upper))
     except VerificationError:
         with precision(2 * bits):
-            _prove(comparison, bound, arb(bound.upper))
+            _check(_proved(comparison, bound, arb(bound.upper)), arb(bound.upper))
     return True
 
 
-def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
+def _proved(comparison: Comparison, bound: UpperBound, upper: arb) -> Vector:
+    """Bound |S − S'| by the method of the first proof."""
     network, surrogate, proof = comparison.network, comparison.surrogate, bound.proof
     if proof is None:
         raise VerificationError("the certificate does not contain its proof")
     if network.skip != surrogate.skip or network.dim != surrogate.dim:
         raise VerificationError("the networks differ in width or skip connections")
     if isinstance(proof, OneToken):
-        _check(one_token_bound(comparison), upper)
-        return
+        return one_token_bound(comparison)
     if isinstance(comparison.inputs, Tokens) and isinstance(proof, ParallelProof):
-        _check(ArbParallel(network, surrogate, comparison.inputs.points()).bound(), upper)
-        return
+        return ArbParallel(network, surrogate, comparison.inputs.points()).bound()
     if isinstance(proof, CausalProof):
         if not (network.causal and surrogate.causal):
             raise VerificationError("the proof is for causal networks, and these are not causal")
-        _check(causal_bound(comparison, proof, upper), upper)
-        return
+        return causal_bound(comparison, proof, upper)
     if isinstance(comparison.inputs, Tokens):
-        _check(token_bound(ArbExpansion(network), ArbExpansion(surrogate), comparison.inputs, upper), upper)
-        return
+        return token_bound(ArbExpansion(network), ArbExpansion(surrogate), comparison.inputs, upper)
     kind, radius = comparison.inputs.kind, arb(comparison.inputs.radius)
     if isinstance(proof, Deletion):
         # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers both sets.
-        _check(ArbDeletion(network, surrogate, proof.norms.record, radius).bound(), upper)
-        return
+        return ArbDeletion(network, surrogate, proof.norms.record, radius).bound()
     if not isinstance(proof, ExpansionProof):
         raise VerificationError("the certificate is for a box or a ball, its proof is for tokens")
     X, Y = ArbExpansion(network), ArbExpansion(surrogate)
-    _check((_box_bound if kind == "box" else _ball_bound)(comparison, proof, X, Y, upper), upper)
+    return (_box_bound if kind == "box" else _ball_bound)(comparison, proof, X, Y, upper)
 
 
 def _box_bound(comparison: Comparison, proof: ExpansionProof, X: ArbExpansion, Y: ArbExpansion, upper: arb) -> Vector:

@@ -30,6 +30,8 @@ class ArbDeletion:
     def __init__(
         self, network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, record: dict[str, SignBound], radius: arb
     ) -> None:
+        if network.has_attention_bias or surrogate.has_attention_bias:
+            raise VerificationError("the bound does not cover biases in the attention")
         self.network, self.surrogate, self.record, self.radius = network, surrogate, record, radius
         self.W = [scores(network, layer) for layer in network]
         self.V = [[to_arb(value) for value in layer.value] for layer in network]
