@@ -340,6 +340,20 @@ def test_help_shows_every_verb_and_examples(run: Run) -> None:
         assert "--json" in outcome.out
 
 
+@pytest.mark.parametrize("verb", ["gauge", "shrink", "recover", "evaluate"])
+def test_the_short_help_has_few_options_and_names_the_long_one(
+    verb: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, long = run(verb, "--help"), run(verb, "--help-all")
+    assert (short.code, long.code) == (0, 0)
+    assert short.out.rstrip().endswith(f"depthgauge {verb} --help-all shows all options.")
+    assert len(re.findall(r"^│ --", short.out, re.MULTILINE)) <= 16 < len(re.findall(r"^│ --", long.out, re.MULTILINE))
+    if verb in ("gauge", "shrink"):
+        assert len(short.out.splitlines()) <= 52  # about two screens of 24 lines
+    assert run(verb, "--help") == short  # the long one leaves no trace
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == Outcome(0, f"depthgauge {dg.__version__}\n", "")
 
@@ -440,6 +454,11 @@ def test_the_documentation_names_every_key_of_the_document(network_file: Path, r
 def test_the_documentation_names_every_flag(verb: str, run: Run) -> None:
     reference = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     section = reference.split(f"\n## `depthgauge {verb}", 1)[1].split("\n## ")[0]
-    flags = set(re.findall(r"--[a-z][a-z-]+", run(verb, "--help").out.split("Options")[1])) - {"--help"}
+    flags = set(
+        re.findall(
+            r"--[a-z][a-z-]+", run(verb, *("--help-all",) if verb == "gauge" else ("--help",)).out.split("Options")[1]
+        )
+    )
+    flags -= {"--help", "--help-all"}
     assert len(flags) >= 7
     assert {flag for flag in flags if flag not in section} == set()

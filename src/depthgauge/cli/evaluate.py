@@ -25,9 +25,9 @@ def command(
     *,
     options: EvaluateOptions,
     out: Annotated[Path | None, typer.Option(help="Also write the result document to this file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write a page with charts (.html).")] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Run standard tasks, and measure perplexities, on one or several checkpoints, item by item on the same items.
 

@@ -28,39 +28,27 @@ def command(
     options: GaugeOptions,
     no_what_if: Annotated[
         bool,
-        typer.Option("--no-what-if", help="The same as --what-if none.", rich_help_panel="Checkpoints"),
+        typer.Option("--no-what-if", help="The same as --what-if none.", rich_help_panel="Checkpoints", hidden=True),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the result document to this file.")] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Continue the interrupted run with the same --out.", rich_help_panel="Checkpoints"
-        ),
+        typer.Option("--resume", help="Continue an interrupted run with this --out.", rich_help_panel="Checkpoints"),
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write a page with charts (.html).")] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does useful work.
 
     **Examples**
 
-    `depthgauge gauge` gauges a built-in pair: the same 12-layer network with small and with large weights.
-
-    `depthgauge gauge net.safetensors --tokens 256 --radius 0.5` gauges a network file on random inputs.
-
-    `depthgauge gauge net.safetensors --input x.safetensors --json` gauges it on your inputs (tensor `x`, [tokens, dim]
-    or [samples, tokens, dim]) and prints the result document.
-
-    `depthgauge gauge net.safetensors --report page.html` also writes a page with charts that opens in any browser.
-
-    `depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text,
-    and what the model loses without each layer. Add `--resume` to continue after an interruption.
-
-    `depthgauge gauge ./vit --data photos` gauges a model of images on a directory of images.
-
-    `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
-    that is not there is downloaded first.
+    - `depthgauge gauge`: a built-in pair of networks
+    - `depthgauge gauge net.safetensors --tokens 256 --radius 0.5`: random inputs
+    - `depthgauge gauge net.safetensors --input x.safetensors --json`: your inputs
+    - `depthgauge gauge ./model --data text.txt --report page.html`: a checkpoint
+    - `depthgauge gauge HuggingFaceTB/SmolLM2-135M`: a model on the hub
+    - `depthgauge gauge ./vit --data photos`: a model of images
     """
     from depthgauge.workflows.gauge import gauge
 

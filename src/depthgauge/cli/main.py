@@ -24,6 +24,7 @@ from depthgauge.cli import (
     shrink,
     sweep,
 )
+from depthgauge.cli.options import Verb
 from depthgauge.cli.output import print_terms
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.results.glossary import TERMS
@@ -43,9 +44,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (gauge, shrink, recover, evaluate, collapse, random, sweep, report):
-    app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="Your network or model")(verb.command)
+    app.command(name=verb.__name__.rpartition(".")[2], cls=Verb, rich_help_panel="Your network or model")(verb.command)
 for verb in (claims, separate, reproduce):
-    app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="The two papers")(verb.command)
+    app.command(name=verb.__name__.rpartition(".")[2], cls=Verb, rich_help_panel="The two papers")(verb.command)
 
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.

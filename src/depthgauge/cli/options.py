@@ -1,5 +1,9 @@
-"""Build a command's options from an options record, so that each option is declared in one place."""
+"""Build a command's options from an options record, so that each option is declared in one place.
 
+`--help` shows the options that a new user needs, and `--help-all` shows all of them.
+"""
+
+import copy
 import functools
 import inspect
 import re
@@ -9,8 +13,46 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
-from depthgauge.results.record import Record
+from depthgauge.results.record import RARE, Record
+
+
+class Verb(TyperCommand):
+    """A command. If it has hidden options, `--help` shows the others with one sentence each, and `--help-all` all."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; typer calls this for `--help`."""
+        hidden = any(getattr(parameter, "hidden", False) for parameter in self.params)
+        self._print_help(ctx, formatter, is_all=not hidden)
+
+    def _print_help(self, ctx: Any, formatter: Any, is_all: bool) -> None:
+        shown: Any = copy.copy(self)
+        shown.params = [copy.copy(parameter) for parameter in self.params]
+        for parameter in shown.params:
+            if is_all:
+                parameter.hidden = False
+            else:
+                parameter.rich_help_panel = None
+                parameter.help = re.sub(r"\. .*", ".", parameter.help)
+        if not is_all:
+            shown.add_help_option = False
+            shown.epilog = f"`{ctx.command_path} --help-all` shows all options."
+        TyperCommand.format_help(shown, ctx, formatter)
+
+    @staticmethod
+    def print_all(context: typer.Context, asked: bool) -> None:
+        """Print all options and exit, if this is asked."""
+        if asked:
+            verb: Any = context.command
+            verb._print_help(context, context.make_formatter(), is_all=True)
+            raise typer.Exit
+
+
+_HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", help="Show all options.", is_eager=True, hidden=True, callback=Verb.print_all),
+]
 
 
 def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -30,6 +72,7 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
 
         @functools.wraps(command)
         def run(*args: Any, **given: Any) -> None:
+            del given["help_all"]
             chosen = {name: given.pop(name) for name in fields}
             plain = {name: _plain(value) for name, value in chosen.items()}
             options = record(**{name: value for name, value in plain.items() if value is not None})
@@ -41,6 +84,9 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
                 parameters += [_parameter(record, field, panels, field in paths) for field in fields]
             else:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        parameters.append(
+            inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_HelpAll)
+        )
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -72,7 +118,8 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
     else:
         kind = bool if plain is bool else (Path if is_path else plain) | None
     flags = ("--data", flag) if name == "text" else (flag,)
-    option = typer.Option(*flags, help=_documented(record)[name], rich_help_panel=panel, metavar=metavar)
+    hidden = RARE in annotation.__metadata__
+    option = typer.Option(*flags, help=_documented(record)[name], rich_help_panel=panel, metavar=metavar, hidden=hidden)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

@@ -24,10 +24,10 @@ def command(
     context: typer.Context,
     options: RecoverOptions,
     out: Annotated[Path | None, typer.Option(help="Directory to create for the recovered checkpoint.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted run of the same command.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Also write a page with charts (.html).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of this command.")] = False,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Train a smaller checkpoint to predict what its source predicts, on all of your text.
 

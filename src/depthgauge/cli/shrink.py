@@ -33,69 +33,44 @@ def command(
     options: ShrinkOptions,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory to create for the smaller checkpoint, or a .gguf file.", rich_help_panel=_FILES),
+        typer.Option(help="Directory to create, or a .gguf file.", rich_help_panel=_FILES),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write a page with charts to this .html file.", rich_help_panel=_FILES)
+        Path | None, typer.Option(help="Also write a page with charts (.html).", rich_help_panel=_FILES)
     ] = None,
     plan_only: Annotated[
         Path | None,
-        typer.Option(help="Only search, and write the plan to this .json file.", rich_help_panel=_FILES),
+        typer.Option(help="Only search, and write the plan to this .json file.", rich_help_panel=_FILES, hidden=True),
     ] = None,
     from_plan: Annotated[
         Path | None,
         typer.Option(
-            help="Remove the blocks of this plan: a file of --plan-only, or depthgauge.json of a shrunk model.",
+            help="Remove the blocks of a plan of --plan-only. It may also be depthgauge.json of a shrunk model.",
             rich_help_panel=_FILES,
         ),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the interrupted run of the same command.", rich_help_panel=_FILES),
+        typer.Option("--resume", help="Continue an interrupted run of this command.", rich_help_panel=_FILES),
     ] = False,
     overwrite: Overwrite = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result document instead of tables; with --sizes, a list of them.")
+        bool, typer.Option("--json", help="Print JSON instead of tables. With --sizes, it is a list.")
     ] = False,
 ) -> None:
     """Write a smaller checkpoint: remove blocks, repair and train the rest, and bound what it costs.
 
     **Examples**
 
-    `depthgauge shrink ./model --text corpus.txt --remove 25% --recover 2M --out ./smaller --report shrink.html` removes
-    a quarter of the blocks, repairs the rest, trains it on two million tokens, writes a checkpoint that transformers
-    loads, and a page with charts. Use text like the text that the model will read: a few hundred kB, several files if
-    it reads several kinds. Without `--recover`, the model is trained on a GPU and not on a CPU.
-
-    `depthgauge shrink ./model --text corpus.txt --max-increase 0.1 --confidence 0.95 --out ./smaller` removes as many
-    blocks as the guarantee allows: with confidence 95 %, the loss grows by at most 0.1 nats per token on 95 % of
-    windows like those of the text. If not even one block can be removed, nothing is written, and an error says how
-    close it came.
-
-    `depthgauge shrink ./model --text corpus.txt --remove 7 --plan-only plan.json` searches for the blocks and stops.
-    Read the plan, then run `depthgauge shrink ./model --from-plan plan.json --out ./smaller`.
-
-    `depthgauge shrink ./model --remove 7 --out ./smaller` needs no text: the model is calibrated on text that it writes
-    itself, and the guarantee is about such text.
-
-    `depthgauge shrink ./vit --data photos --data labels.csv --remove 3 --out ./smaller` shrinks a model of images, and
-    measures the accuracy of its classification head. `--data` and `--text` are the same option.
-
-    `depthgauge shrink ./model --text corpus.txt --sizes 2,4,6,8 --out ./smaller --report sizes.html` searches once and
-    writes `./smaller-2`, `./smaller-4` and so on, and one page with the loss, size and speed of each.
-
-    `depthgauge shrink ./model --remove-layers 12-18 --out ./smaller` removes exactly these blocks.
-
-    `depthgauge shrink HuggingFaceTB/SmolLM2-135M --remove 7 --out ./smaller` shrinks a model on the hub, from the cache
-    of huggingface_hub; a model that is not there is downloaded first.
-
-    `depthgauge shrink model.gguf --text corpus.txt --remove 25% --out smaller.gguf` writes a GGUF file that llama.cpp
-    loads, quantized as the source is, and `smaller.depthgauge.json` with the result next to it.
-
-    `torchrun --nproc-per-node 4 -m depthgauge shrink ./model --text corpus.txt --remove 25% --recover 20M --out
-    ./smaller` trains on four GPUs; the rest runs on the first one.
-
-    After an interruption, run the same command with `--resume`.
+    - `depthgauge shrink ./model --data text.txt --remove 25% --out ./smaller`
+    - `depthgauge shrink ./model --data text.txt --max-increase 0.1 --out ./smaller`
+    - `depthgauge shrink ./model --data text.txt --sizes 2,4,6 --out ./smaller`
+    - `depthgauge shrink ./model --data text.txt --remove 7 --plan-only plan.json`
+    - `depthgauge shrink ./model --from-plan plan.json --out ./smaller`
+    - `depthgauge shrink HuggingFaceTB/SmolLM2-135M --remove 7 --out ./smaller`
+    - `depthgauge shrink model.gguf --remove 25% --out smaller.gguf`
+    - `depthgauge shrink ./vit --data photos --remove 3 --out ./smaller`
+    - `torchrun --nproc-per-node 4 -m depthgauge shrink ./model --recover 20M …`
     """
     outputs = {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan}
     check_request(options, outputs)

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from depthgauge.base.errors import InputError, require_count
 from depthgauge.results.gauge_options import check_common, path_list
-from depthgauge.results.record import Record, combine_options
+from depthgauge.results.record import RARE, Record, combine_options
 
 TASKS, MODEL = "tasks", "model"
 CLOZE = "depthgauge_cloze"
@@ -46,16 +46,16 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
     text: Annotated[str | None, _TASKS] = None
     perplexity: Annotated[tuple[str, ...], _TASKS] = ()
     window: Annotated[int | None, _TASKS] = None
-    confidence: Annotated[float, _TASKS] = 0.95
-    bos: Annotated[str, _TASKS] = "auto"
+    confidence: Annotated[float, _TASKS, RARE] = 0.95
+    bos: Annotated[str, _TASKS, RARE] = "auto"
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
-    device_map: Annotated[str | None, _MODEL] = None
-    stream: Annotated[bool, _MODEL] = False
-    tokenizer: Annotated[str | None, _MODEL] = None
-    trust_remote_code: Annotated[bool, _MODEL] = False
-    allow_pickle: Annotated[bool, _MODEL] = False
-    ignore_unused: Annotated[bool, _MODEL] = False
+    device_map: Annotated[str | None, _MODEL, RARE] = None
+    stream: Annotated[bool, _MODEL, RARE] = False
+    tokenizer: Annotated[str | None, _MODEL, RARE] = None
+    trust_remote_code: Annotated[bool, _MODEL, RARE] = False
+    allow_pickle: Annotated[bool, _MODEL, RARE] = False
+    ignore_unused: Annotated[bool, _MODEL, RARE] = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

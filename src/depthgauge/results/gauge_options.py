@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from depthgauge.base.errors import InputError, require_count, require_radius, require_seed, unknown_name
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, EXPERT, WHAT_IFS
-from depthgauge.results.record import Record, combine_options
+from depthgauge.results.record import RARE, Record, combine_options
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
 
@@ -42,12 +42,14 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: Number of random inputs of a network  [default: 4], or of images, labelled texts, pairs or
-            recordings  [default: 16].
-        tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
-        radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
-        seed: Seed of random inputs and of the choice of text windows  [default: 0].
-        input: Read the inputs from this safetensors file (tensor `x`) instead.
+        samples: Number of inputs. Those of a network are random  [default: 4]; those of a checkpoint are images,
+            labelled texts, pairs or recordings  [default: 16].
+        tokens: Tokens of an input, or of all text. They are counted per input of a network  [default: 128], and in
+            total for a checkpoint  [default: 2048].
+        radius: Largest |entry| of the random inputs. They are uniform in this box, φ  [default: 1].
+        seed: Seed of everything random  [default: 0].
+        input: Read the inputs from this safetensors file. They are its tensor `x`, [tokens, dim] or [samples, tokens,
+            dim].
         text: What to gauge on. For a model of text, a text file, or FILE.jsonl:FIELD, where FIELD is `text` or
             `messages` by default. For a classifier, JSON lines or CSV with text and label. For an encoder–decoder
             model, JSON lines with source and target. For a model of images, a folder of them, and beside it, if it
@@ -56,11 +58,11 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512], or the most tokens of a labelled
             text, a source or a target  [default: 128].
-        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
-            expert, each expert of a mixture, which costs a pass per expert.
+        what_if: What to remove from each layer, or none. The parts are block,attention,mlp  [default], uniform,
+            parallel, all; and expert, each expert of a mixture, which costs a pass per expert.
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
             GGUF metadata says and otherwise measures.
-        weights_only: Read no text: report what the weights alone show.
+        weights_only: Read no text. Report what the weights alone show.
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
@@ -79,20 +81,20 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     seed: Annotated[int | None, _ANY] = None
     input: Annotated[str | None, _NETWORKS] = None
     text: Annotated[str | tuple[str, ...] | None, _CHECKPOINTS] = None
-    stack: Annotated[str | None, _CHECKPOINTS] = None
-    window: Annotated[int | None, _CHECKPOINTS] = None
+    stack: Annotated[str | None, _CHECKPOINTS, RARE] = None
+    window: Annotated[int | None, _CHECKPOINTS, RARE] = None
     what_if: Annotated[str | None, _CHECKPOINTS] = None
-    bos: Annotated[str | None, _CHECKPOINTS] = None
+    bos: Annotated[str | None, _CHECKPOINTS, RARE] = None
     weights_only: Annotated[bool | None, _CHECKPOINTS] = None
     dtype: Annotated[str | None, _CHECKPOINTS] = None
     device: Annotated[str | None, _CHECKPOINTS] = None
-    device_map: Annotated[str | None, _CHECKPOINTS] = None
-    stream: Annotated[bool | None, _CHECKPOINTS] = None
-    tokenizer: Annotated[str | None, _CHECKPOINTS] = None
-    force: Annotated[bool | None, _CHECKPOINTS] = None
-    trust_remote_code: Annotated[bool | None, _CHECKPOINTS] = None
-    allow_pickle: Annotated[bool | None, _CHECKPOINTS] = None
-    ignore_unused: Annotated[bool | None, _CHECKPOINTS] = None
+    device_map: Annotated[str | None, _CHECKPOINTS, RARE] = None
+    stream: Annotated[bool | None, _CHECKPOINTS, RARE] = None
+    tokenizer: Annotated[str | None, _CHECKPOINTS, RARE] = None
+    force: Annotated[bool | None, _CHECKPOINTS, RARE] = None
+    trust_remote_code: Annotated[bool | None, _CHECKPOINTS, RARE] = None
+    allow_pickle: Annotated[bool | None, _CHECKPOINTS, RARE] = None
+    ignore_unused: Annotated[bool | None, _CHECKPOINTS, RARE] = None
 
     def with_defaults(self, kind: str) -> "GaugeOptions":
         """Return the options with the defaults for `networks` or `checkpoints` filled in."""

@@ -33,6 +33,10 @@ def finite(value: SupportsFloat) -> Measured:
     return plain if math.isfinite(plain) else None
 
 
+RARE = msgspec.Meta(extra={"rare": True})
+"""Marks an option that `--help` leaves out and `--help-all` shows."""
+
+
 class ResultError(InputError):
     """A result document that is damaged, of another program, or of another schema. The message names the place."""
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from depthgauge.base.errors import InputError, require_seed
 from depthgauge.results.gauge_options import check_common, path_list
-from depthgauge.results.record import Record, combine_options
+from depthgauge.results.record import RARE, Record, combine_options
 
 TRAINING, MODEL = "training", "model"
 AUTO, OFF = "auto", "off"
@@ -90,15 +90,15 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
     tokens: Annotated[str | None, _TRAINING] = None
     minutes: Annotated[float | None, _TRAINING] = None
     evaluate: Annotated[str | None, _TRAINING] = None
-    window: Annotated[int | None, _TRAINING] = None
-    bos: Annotated[str, _TRAINING] = "auto"
-    seed: Annotated[int, _TRAINING] = 0
+    window: Annotated[int | None, _TRAINING, RARE] = None
+    bos: Annotated[str, _TRAINING, RARE] = "auto"
+    seed: Annotated[int, _TRAINING, RARE] = 0
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
-    tokenizer: Annotated[str | None, _MODEL] = None
-    trust_remote_code: Annotated[bool, _MODEL] = False
-    allow_pickle: Annotated[bool, _MODEL] = False
-    ignore_unused: Annotated[bool, _MODEL] = False
+    tokenizer: Annotated[str | None, _MODEL, RARE] = None
+    trust_remote_code: Annotated[bool, _MODEL, RARE] = False
+    allow_pickle: Annotated[bool, _MODEL, RARE] = False
+    ignore_unused: Annotated[bool, _MODEL, RARE] = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

@@ -12,7 +12,7 @@ from msgspec import Meta
 from depthgauge.base.errors import InputError, require_positive, require_seed, unknown_name
 from depthgauge.base.format import counted
 from depthgauge.results.gauge_options import check_common, path_list
-from depthgauge.results.record import Record, combine_options
+from depthgauge.results.record import RARE, Record, combine_options
 from depthgauge.results.recover_options import AUTO, OFF, amount_of
 
 EFFORTS = ("quick", "default", "high")
@@ -42,23 +42,24 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     In Python, `remove` may also be a whole number, or a number between 0 and 1 as a share: `0.25` is `25%`.
 
     Attributes:
-        remove: How many blocks to remove: a number, 7, or a share, 25%, rounded down, at least 1.
-        remove_layers: Remove exactly these blocks, counted from 0; both ends of a range are removed: 12-18 or 6,8-9.
-        sizes: Numbers of blocks to remove, 2,4,6: one search, one model for each, in OUT-2, OUT-4 and OUT-6.
+        remove: How many blocks to remove: 7 or 25%. A share is rounded down, and is at least 1 block.
+        remove_layers: Remove exactly these blocks: 6,8-9. They are counted from 0, with both ends of a range.
+        sizes: Make a model for each number: 2,4,6. There is one search; the models are OUT-2, OUT-4 and OUT-6.
         max_bytes: Remove as few blocks as make the weights fit this size on disk: 1.2GB or 800MB.
-        max_increase: Remove as many blocks as the guarantee allows: the loss grows by at most this (nats/token).
+        max_increase: The most that the loss may grow: 0.1. As many blocks are removed as the guarantee allows, in
+            nats per token.
         keep: Blocks that are never removed: 0,1,29.
         confidence: Confidence of the guarantee  [default: 0.95].
-        effort: quick, default or high: more calibration windows, a wider search, more time.
+        effort: quick, default or high. More effort has more calibration windows, a wider search, and takes more time.
         no_repair: Remove blocks without changing any weights.
-        recover: Instead of the repair, train the kept blocks towards the dense model's predictions on all of your text:
-            a number of tokens, 2M, or a time, 10min; auto: as long as it helps, at most 2M tokens and 10 minutes; off
-            [default: auto on a GPU, off on a CPU].
+        recover: Train the kept blocks: 2M, 10min, auto, off. They are trained, instead of the repair,
+            towards the dense model's predictions on all of your text: a number of tokens, or a time; auto: as long as
+            it helps, at most 2M tokens and 10 minutes  [default: auto on a GPU, off on a CPU].
         general: The second half of what is trained on, which keeps the model general: a text file, a data set on the
             hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the dense model writes after
             the beginnings of passages].
-        evaluate: Also run these tasks on both models, item by item: depthgauge_cloze, or names of lm-eval tasks with
-            commas between them; 500 items of each.
+        evaluate: Also run these tasks on both models. Tasks are depthgauge_cloze, or names of lm-eval tasks with commas
+            between them; 500 items of each, item by item.
         text: What to calibrate on. For a model of text, a text file, or FILE.jsonl:FIELD; repeat it for several. For a
             classifier, JSON lines or CSV with text and label. For an encoder–decoder model, JSON lines with source and
             target. For a model of images, a folder of them, and beside it, if it classifies, a file with file_name and
@@ -88,31 +89,31 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     remove: Annotated[str | None, _SIZE] = None
     remove_layers: Annotated[str | None, _SIZE] = None
     sizes: Annotated[str | None, _SIZE] = None
-    max_bytes: Annotated[str | None, _SIZE] = None
+    max_bytes: Annotated[str | None, _SIZE, RARE] = None
     max_increase: Annotated[float | None, _SIZE] = None
-    keep: Annotated[str | None, _SIZE] = None
-    confidence: Annotated[float, _SIZE] = 0.95
+    keep: Annotated[str | None, _SIZE, RARE] = None
+    confidence: Annotated[float, _SIZE, RARE] = 0.95
     effort: Annotated[str, _ANY] = "default"
-    no_repair: Annotated[bool, _ANY] = False
+    no_repair: Annotated[bool, _ANY, RARE] = False
     recover: Annotated[str | None, _ANY] = None
-    general: Annotated[str | None, _TEXT] = None
+    general: Annotated[str | None, _TEXT, RARE] = None
     evaluate: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
-    stack: Annotated[str | None, _TEXT] = None
-    sampled: Annotated[float | None, _TEXT] = None
-    window: Annotated[int | None, _TEXT] = None
-    bos: Annotated[str, _TEXT] = "auto"
-    seed: Annotated[int, _ANY] = 0
+    stack: Annotated[str | None, _TEXT, RARE] = None
+    sampled: Annotated[float | None, _TEXT, RARE] = None
+    window: Annotated[int | None, _TEXT, RARE] = None
+    bos: Annotated[str, _TEXT, RARE] = "auto"
+    seed: Annotated[int, _ANY, RARE] = 0
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
-    device_map: Annotated[str | None, _MODEL] = None
-    stream: Annotated[bool, _MODEL] = False
-    tokenizer: Annotated[str | None, _MODEL] = None
-    gguf_type: Annotated[str | None, _MODEL] = None
-    force: Annotated[bool, _MODEL] = False
-    trust_remote_code: Annotated[bool, _MODEL] = False
-    allow_pickle: Annotated[bool, _MODEL] = False
-    ignore_unused: Annotated[bool, _MODEL] = False
+    device_map: Annotated[str | None, _MODEL, RARE] = None
+    stream: Annotated[bool, _MODEL, RARE] = False
+    tokenizer: Annotated[str | None, _MODEL, RARE] = None
+    gguf_type: Annotated[str | None, _MODEL, RARE] = None
+    force: Annotated[bool, _MODEL, RARE] = False
+    trust_remote_code: Annotated[bool, _MODEL, RARE] = False
+    allow_pickle: Annotated[bool, _MODEL, RARE] = False
+    ignore_unused: Annotated[bool, _MODEL, RARE] = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
