@@ -34,7 +34,7 @@ SHAPES = {
 }  # fmt: skip
 WRITTEN = {"70b": 4}
 """Blocks that are written of models that do not fit on the disk."""
-TEXT = ("--force", "--text", "TEXT", "--out", "OUT")
+TEXT = ("--allow", "unread", "--text", "TEXT", "--out", "OUT")
 QUICK = ("shrink", "MODEL", "--remove", "25%", "--effort", "quick", *TEXT)
 STEP = ("shrink", "MODEL", "--remove", "1", "--effort", "quick", "--stream", *TEXT)
 ROWS = {

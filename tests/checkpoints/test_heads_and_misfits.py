@@ -142,9 +142,9 @@ def test_weights_that_no_module_takes_are_named(verb: str, tmp_path: Path, corpu
     run = getattr(dg, verb)
     keywords: dict[str, Any] = {"text": corpus, **SMALL}
     keywords |= {"tokens": 48, "what_if": "none"} if verb == "gauge" else SHRINK
-    with pytest.raises(InputError, match=r"with 2 layers does not use, such as model\.layers\.2\..*--ignore-unused"):
+    with pytest.raises(InputError, match=r"with 2 layers does not use, such as model\.layers\.2\..*--allow unused"):
         run(tmp_path, **keywords)
-    assert run(tmp_path, ignore_unused=True, **keywords)
+    assert run(tmp_path, allow="unused", **keywords)
 
 
 def test_modules_without_weights_are_named(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_names_of_one_part_shards_and_ggufs(hub: LocalHub, models: dict[str, Pat
 
 
 def test_pickles_are_refused_before_they_are_downloaded(hub: LocalHub) -> None:
-    with pytest.raises(InputError, match=r"org/pickled has no weights .* use --allow-pickle"):
+    with pytest.raises(InputError, match=r"org/pickled has no weights .* use --allow pickle"):
         resolve("org/pickled")
     assert hub.served == []
     source = resolve("org/pickled", allow_pickle=True)
@@ -249,7 +249,7 @@ def test_without_a_connection_the_cache_is_used(
     with pytest.raises(InputError, match="org/plain@v2 is not a file or directory here, and it is not in the cache"):
         resolve("org/plain@v2")
     (snapshot / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"^org/plain contains no weights .* use --allow-pickle"):
+    with pytest.raises(InputError, match=r"^org/plain contains no weights .* use --allow pickle"):
         resolve("org/plain")
 
 

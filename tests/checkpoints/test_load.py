@@ -137,7 +137,7 @@ def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(InputError, match=r"needs to run the Python code in its directory; .* use --trust-remote-code"):
+    with pytest.raises(InputError, match=r"needs to run the Python code in its directory; .* use --allow code"):
         resolve(tmp_path)
     resolve(tmp_path, trust_remote_code=True)
 
@@ -195,7 +195,7 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"contains no weights that transformers reads.*; download the complete"):
         find(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(InputError, match="use --allow-pickle to read them, or convert them to safetensors"):
+    with pytest.raises(InputError, match="use --allow pickle to read them, or convert them to safetensors"):
         find(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match="cannot load the configuration of"):
@@ -384,7 +384,7 @@ def test_pickled_weights_are_read_only_if_allowed(tmp_path: Path) -> None:
     model = save_checkpoint(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"its weights are pickled \(\*\.bin\): use --allow-pickle to read them"):
+    with pytest.raises(InputError, match=r"its weights are pickled \(\*\.bin\): use --allow pickle to read them"):
         find(tmp_path)
     source = find(tmp_path, allow_pickle=True)
     assert count_parameters(source)[0] == sum(tensor.numel() for tensor in model.state_dict().values())

@@ -36,8 +36,8 @@ def test_weights_are_dequantized(method: str, tmp_path: Path) -> None:
 def test_a_quantized_model_is_gauged_and_shrunk(method: str, tmp_path: Path) -> None:
     SAVED[method](tmp_path / "model")
     (tmp_path / "text.txt").write_text(text_of(4000))
-    dg.gauge(tmp_path / "model", text=tmp_path / "text.txt", tokens=64, window=16, what_if="block", force=True)
-    result = quick(tmp_path / "model", tmp_path / "text.txt", remove=1, out=tmp_path / "smaller", force=True)
+    dg.gauge(tmp_path / "model", text=tmp_path / "text.txt", tokens=64, window=16, what_if="block", allow="unread")
+    result = quick(tmp_path / "model", tmp_path / "text.txt", remove=1, out=tmp_path / "smaller", allow="unread")
     assert any(f"are quantized ({method})" in note for note in result.record.notes)
     written = json.loads((tmp_path / "smaller" / "config.json").read_text())
     assert "quantization_config" not in written

@@ -1,4 +1,4 @@
-"""A model that cannot read its text is noticed by both verbs; another tokenizer, or --force, helps."""
+"""A model that cannot read its text is noticed by both verbs; another tokenizer, or --allow unread, helps."""
 
 import json
 import math
@@ -69,11 +69,13 @@ def test_bits_per_byte_come_from_the_loss_of_transformers(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_wrong_tokenizer_is_refused_and_can_be_replaced(shared: Path, verb: str) -> None:
-    with pytest.raises(UnreadableTextError, match=r"bits per byte and .* tokenizer .* --tokenizer DIR, or use --force"):
+    with pytest.raises(
+        UnreadableTextError, match=r"bits per byte and .* tokenizer .* --tokenizer DIR, or use --allow unread"
+    ):
         called(verb, shared)
     said: list[str] = []
-    forced = called(verb, shared, force=True, message=said.append)
-    assert [line for line in said if "continuing because of --force" in line]
+    forced = called(verb, shared, allow="unread", message=said.append)
+    assert [line for line in said if "continuing because of --allow unread" in line]
     right = str(shared / "right")
     for given in (right, Path(right)):
         said.clear()
@@ -81,7 +83,7 @@ def test_a_wrong_tokenizer_is_refused_and_can_be_replaced(shared: Path, verb: st
         assert not [line for line in said if "cannot read" in line]
         assert result.to_json()["settings"]["tokenizer"] == right
     settings = forced.to_json()["settings"]
-    assert (settings["force"], settings["tokenizer"]) == (True, None)
+    assert (settings["allow"], settings["tokenizer"]) == ("unread", None)
     assert called(verb, shared, window=LEAST_WINDOW - 1)  # too little context to tell
 
 
@@ -125,7 +127,7 @@ def test_a_plan_can_be_followed_with_another_tokenizer(shared: Path) -> None:
     assert dg.shrink(shared / "model", plan=plan, tokenizer=shared / "right").record.plan == plan
     with pytest.raises(UnreadableTextError):
         dg.shrink(shared / "model", plan=plan, tokenizer=shared / "model")
-    assert dg.shrink(shared / "model", plan=plan, tokenizer=shared / "model", force=True).record.removed
+    assert dg.shrink(shared / "model", plan=plan, tokenizer=shared / "model", allow="unread").record.removed
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -170,6 +172,6 @@ def test_the_command_ends_with_one_sentence(
     assert err.splitlines()[-1].startswith("error: model cannot read its text: it needs ")
     code, out, _ = typed("--tokenizer", str(shared / "right"))
     assert (code, json.loads(out)["settings"]["tokenizer"]) == (0, str(shared / "right"))
-    code, _, err = typed("--force")
+    code, _, err = typed("--allow", "unread")
     assert code == 0
-    assert "continuing because of --force" in err
+    assert "continuing because of --allow unread" in err

@@ -53,14 +53,14 @@ def test_any_piece_is_the_whole_model(folder: Path, given: str) -> None:
 
 def test_gauge_finds_the_same_in_both(folder: Path) -> None:
     names = ("whole.gguf", PIECES[1])
-    asked = {"tokens": 64, "window": 16, "what_if": "block", "device": "cpu", "force": True}
+    asked = {"tokens": 64, "window": 16, "what_if": "block", "device": "cpu", "allow": "unread"}
     whole, split = (gauge(folder / name, **asked).subjects[0].layers for name in names)
     assert whole == split
 
 
 @pytest.mark.usefixtures("forked_verification")
 def test_shrink_reads_pieces(folder: Path) -> None:
-    asked = {"remove": 1, "window": 16, "effort": "quick", "no_repair": True, "device": "cpu", "force": True}
+    asked = {"remove": 1, "window": 16, "effort": "quick", "no_repair": True, "device": "cpu", "allow": "unread"}
     made = [shrink(folder / name, out=folder / f"{name}-out", **asked).record for name in ("whole.gguf", PIECES[2])]
     assert made[0].removed == made[1].removed
     assert made[0].loss == made[1].loss

@@ -116,9 +116,9 @@ def test_what_decides_is_printed(monkeypatch: pytest.MonkeyPatch, gains: list[fl
 
 def started(path: Path, text: Path) -> dict[str, tuple[bool | None, str | None]]:
     """Return what each of the three verbs decides about a model, and why."""
-    gauged = dg.gauge(path, text=text, force=True, **SMALL).subjects[0].text
+    gauged = dg.gauge(path, text=text, allow="unread", **SMALL).subjects[0].text
     evaluated = dg.evaluate(path, perplexity=str(text), window=16, device="cpu").models[0]
-    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, "text": text, "force": True})
+    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, "text": text, "allow": "unread"})
     read = read_model(path, find(path), options, None, None, False, lambda sentence: None)
     shrunk = open_model(read, options, None, lambda sentence: None).start
     return {

@@ -101,7 +101,9 @@ def test_a_terminated_command_removes_the_unpacked_files(tmp_path: Path, monkeyp
     temporary, seen = tmp_path / "temporary", list[Path]()
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr("sys.argv", ["depthgauge", "gauge", str(tmp_path / "model.gguf"), "--stream", "--force"])
+    monkeypatch.setattr(
+        "sys.argv", ["depthgauge", "gauge", str(tmp_path / "model.gguf"), "--stream", "--allow", "unread"]
+    )
 
     def ended(source: Source, skeleton: Any, folder: Path, dtype: torch.dtype) -> None:
         seen.append(folder)
@@ -124,7 +126,7 @@ def test_shrink_writes_the_same_gguf_file_with_streamed_weights(tmp_path: Path) 
     file, text = tmp_path / "model.gguf", tmp_path / "text.txt"
     write_gguf(file, add_bos=False, layers=5)
     text.write_text(text_of(30_000), encoding="utf-8")
-    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "force": True, "device": "cpu"}
+    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "allow": "unread", "device": "cpu"}
     repaired = dg.shrink(file, **asked, stream=True, out=tmp_path / "repaired.gguf").record
     assert repaired.stages[0] == dg.shrink(file, **asked, sampled=0.0).record.stages[0]
     asked |= {"no_repair": True}
@@ -260,7 +262,7 @@ def test_streamed_weights_have_the_stored_dtype(tmp_path: Path) -> None:
 def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
     text.write_text(text_of(30_000), encoding="utf-8")
-    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "force": True, "device": "cpu"}
+    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "allow": "unread", "device": "cpu"}
     streamed = dg.shrink(folder, **asked, stream=True, out=tmp_path / "streamed").record
     resident = dg.shrink(folder, **asked, sampled=0.0).record
     assert streamed.removed == resident.removed
@@ -277,7 +279,7 @@ def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> No
 def test_gauge_measures_the_same_with_streamed_weights(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
     text.write_text(text_of(3000), encoding="utf-8")
-    asked = {"text": text, "tokens": 128, "window": 16, "force": True, "device": "cpu"}
+    asked = {"text": text, "tokens": 128, "window": 16, "allow": "unread", "device": "cpu"}
     streamed, resident = (dg.gauge(folder, **asked, stream=one) for one in (True, None))
     assert streamed.subjects == resident.subjects
 
@@ -295,4 +297,4 @@ def test_shrink_refuses_what_streamed_weights_cannot_do(given: dict[str, Any], m
     text.write_text(text_of(30_000), encoding="utf-8")
     asked = given | ({"text": text} if "text" in given else {})
     with pytest.raises(InputError, match=message):
-        dg.shrink(folder, remove=1, stream=True, effort="quick", force=True, device="cpu", **asked)
+        dg.shrink(folder, remove=1, stream=True, effort="quick", allow="unread", device="cpu", **asked)

@@ -141,7 +141,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
         ),
         *("--confidence", "0.9", "--sampled", "0.25", "--window", "128", "--recover", "2M", "--seed", "4"),
         *("--no-repair", "--general", "web.txt"),
-        *("--bos", "no", "--device-map", "auto", "--allow-pickle", "--resume", "--overwrite"),
+        *("--bos", "no", "--device-map", "auto", "--allow", "pickle,unread", "--resume", "--overwrite"),
     )
     assert outcome.code == 0, outcome.err
     assert workflow.called == "shrink"
@@ -149,7 +149,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
     assert model == "model"
     assert options == ShrinkOptions(
         text=("corpus.txt", "b.txt"), remove="25%", effort="high", confidence=0.9, sampled=0.25, window=128,
-        recover="2M", general="web.txt", seed=4, no_repair=True, bos="no", device_map="auto", allow_pickle=True,
+        recover="2M", general="web.txt", seed=4, no_repair=True, bos="no", device_map="auto", allow="pickle,unread",
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
     assert given == {"plan": None, "out": Path("smaller"), "report": None, "resume": True, "overwrite": True}

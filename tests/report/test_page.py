@@ -77,9 +77,7 @@ def test_where_depth_is_not_defined_the_page_says_so(document):
 
 
 def test_the_command_can_be_typed():
-    settings = GaugeSettings(
-        target="my net; rm -rf ~", radius=0.1 + 0.2, seed=0, weights_only=True, trust_remote_code=False
-    )
+    settings = GaugeSettings(target="my net; rm -rf ~", radius=0.1 + 0.2, seed=0, weights_only=True, allow=None)
     assert shlex.split(gauge_command(settings)) == [
         *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--weights-only"),
         "my net; rm -rf ~",

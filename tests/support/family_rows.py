@@ -149,7 +149,7 @@ def _given(case: FamilyCase, model: Any, dense: Path) -> tuple[dict[str, Any], d
         return {"text": save_pairs(folder / "pairs.jsonl", SAMPLES), **common}, {"samples": 2}
     text = folder / "corpus.txt"
     text.write_text(text_of(1500))
-    return {"text": str(text), "force": True, **common}, {"tokens": 2 * WINDOW}
+    return {"text": str(text), "allow": "unread", **common}, {"tokens": 2 * WINDOW}
 
 
 def _shrunk(dense: Path, given: dict[str, Any], reasons: list[str]) -> dict[str, str]:

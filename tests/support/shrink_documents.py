@@ -11,7 +11,7 @@ _SETTINGS = {
     "text": ["corpus.txt", "more text.txt"],
     "stack": None, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
     "dtype": "float32", "device": "cpu", "device_map": None, "stream": False, "tokenizer": None, "gguf_type": None,
-    "force": False, "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
+    "allow": None,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]
 

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=WAYS)
 def run(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShrinkResult]:
-    asked = {"remove": 2, "force": True, "device": "cpu", **WAYS[request.param]}
+    asked = {"remove": 2, "allow": "unread", "device": "cpu", **WAYS[request.param]}
     return partial(quick, folder / "model", folder / "text.txt", **asked)
 
 

@@ -16,7 +16,7 @@ from depthgauge.surgery import write_shrunk_gguf as writer
 from depthgauge.workflows import shrink_stages
 
 SLIDING = "attention.sliding_window_pattern"
-QUICK = ("--effort", "quick", "--window", "16", "--force")
+QUICK = ("--effort", "quick", "--window", "16", "--allow", "unread")
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def run(folder: Path, notice: Callable[[str], None], resume: bool = False) -> No
             notice(f"{event} {arguments[0]}")
 
     sys.addaudithook(hook)  # for the life of the process
-    quick: dict[str, Any] = {"no_repair": True, "effort": "quick", "window": 16, "force": True, "sampled": 0.0}
+    quick: dict[str, Any] = {"no_repair": True, "effort": "quick", "window": 16, "allow": "unread", "sampled": 0.0}
     given: dict[str, Any] = {"text": folder / "text.txt", "remove_layers": "1", "out": folder / "smaller.gguf"}
     shrink(folder / "model.gguf", resume=resume, progress=progress, **given, **quick)
 

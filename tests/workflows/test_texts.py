@@ -56,7 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Any, tokenizer: Any = None, **fields: Any) -> OpenedModel:
-    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, "force": True, **fields})
+    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, "allow": "unread", **fields})
     source = find(model) if isinstance(model, Path) else None
     found = read_model(model, source, options, tokenizer, None, False, lambda sentence: None)
     return open_model(found, options, None, lambda sentence: None)
@@ -110,7 +110,7 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
 
 def test_windows_as_long_as_the_context_are_measured(gpt2: Path, text: Path) -> None:
     """The BOS token does not fit in front of a full window, so the window is measured without its last token."""
-    result = dg.gauge(gpt2, text=text, **(SMALL | {"window": 64, "tokens": 256, "force": True}))
+    result = dg.gauge(gpt2, text=text, **(SMALL | {"window": 64, "tokens": 256, "allow": "unread"}))
     found = result.subjects[0].text
     assert found.bos_reason.startswith("measured on 8 windows of the built-in text: loss ")
     assert (found.windows, found.window) == (4, 64)

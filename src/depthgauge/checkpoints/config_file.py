@@ -75,7 +75,7 @@ def check_config(path: Path, name: str, trust_remote_code: bool) -> None:
     if brings_code:
         raise CheckpointError(
             f"{name} needs to run the Python code in its directory; if you have read and trust that code, use "
-            "--trust-remote-code"
+            "--allow code"
         )
     if not kind or not isinstance(kind, str):
         raise CheckpointError(

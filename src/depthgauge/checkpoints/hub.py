@@ -199,7 +199,7 @@ def _wanted(
         raise CheckpointError(f"{name} has GGUF files instead of a config.json with weights; {_known(name, ggufs)}")
     if not chosen:
         is_pickled = any(one in listed for one in (PICKLES, f"{PICKLES}.index.json"))
-        hint = "its weights are pickled (*.bin): use --allow-pickle to read them" if is_pickled else "give another one"
+        hint = "its weights are pickled (*.bin): use --allow pickle to read them" if is_pickled else "give another one"
         raise CheckpointError(
             f"{name} has no weights that can be read, neither {SAFETENSORS} nor {SAFETENSORS}.index.json; {hint}"
         )

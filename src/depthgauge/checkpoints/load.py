@@ -28,6 +28,7 @@ from depthgauge.checkpoints.stored_weights import built_model, count_parameters,
 from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
 from depthgauge.checkpoints.unpack_gguf import unpack_gguf
 from depthgauge.results.checkpoint_subject import CheckpointDescription
+from depthgauge.results.gauge_options import allows
 
 OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""
@@ -55,8 +56,7 @@ class Placement:
     device: str | None = None
     device_map: str | None = None
     stream: bool = False
-    trust_remote_code: bool = False
-    ignore_unused: bool = False
+    allow: str | None = None
 
     @classmethod
     def of(cls, options: Any) -> "Placement":
@@ -287,7 +287,7 @@ def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> A
 
 
 def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement, **keywords: Any) -> Any:
-    keywords |= {"trust_remote_code": placement.trust_remote_code, **source.keywords()}
+    keywords |= {"trust_remote_code": allows(placement, "code"), **source.keywords()}
 
     def load() -> Any:
         with source.parsed_once():
@@ -300,7 +300,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     chosen, objective = loader_of(config, source)
     layers = int(config.get_text_config().num_hidden_layers)
-    skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
+    skeleton = built_model(source.target, config, chosen, allows(placement, "code"))
     device = placement.torch_device()
     keywords = {"config": config} | ({"use_safetensors": not source.pickled} if source.gguf is None else {})
     folder: tempfile.TemporaryDirectory[str] | None = None
@@ -326,7 +326,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
                 keywords |= {"dtype": wanted, "use_safetensors": True}
         model, found = _from_pretrained(chosen, "weights", files, placement, **keywords)
         source.close()
-        _refuse_misfits(source, config, model, found, placement.ignore_unused)
+        _refuse_misfits(source, config, model, found, allows(placement, "unused"))
         at_failure.pop_all()
     stream = None if folder is None else Stream.of_offloaded(model, layers, device, folder.cleanup)
     refuse_infinite(model, source.target)
@@ -355,7 +355,7 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
         )
     if placement.stream or placement.device_map is not None:
         return placement
-    skeleton = built_model(source.target, config, loader_of(config, source)[0], placement.trust_remote_code)
+    skeleton = built_model(source.target, config, loader_of(config, source)[0], allows(placement, "code"))
     try:
         check_memory(source, placement, skeleton)
     except CheckpointError:
@@ -393,7 +393,7 @@ def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str,
         raise CheckpointError(
             f"{source.target} has {counted(len(unused), 'weight')} that a {type(model).__name__} with "
             f"{counted(layers, 'layer')} does not use, such as {unused[0]}; correct its config.json, or use "
-            "--ignore-unused if this is intended"
+            "--allow unused if this is intended"
         )
 
 

@@ -60,9 +60,9 @@ def require_readable(
     if not force:
         raise UnreadableTextError(
             f"{found}; the likely cause is a tokenizer that does not belong to the model: give the right one with "
-            "--tokenizer DIR, or use --force to go on, for example with an untrained model"
+            "--tokenizer DIR, or use --allow unread to go on, for example with an untrained model"
         )
-    message(f"{found}; continuing because of --force")
+    message(f"{found}; continuing because of --allow unread")
 
 
 def started_windows(

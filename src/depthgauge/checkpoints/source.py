@@ -137,7 +137,7 @@ def find(
     if weight_files(pickled):
         if allow_pickle or not weights:
             return pickled
-        hint = "its weights are pickled (*.bin): use --allow-pickle to read them, or convert them to safetensors"
+        hint = "its weights are pickled (*.bin): use --allow pickle to read them, or convert them to safetensors"
     raise CheckpointError(
         f"{name} contains no weights that transformers reads: neither model.safetensors nor "
         f"model.safetensors.index.json; {hint}"

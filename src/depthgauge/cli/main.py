@@ -58,6 +58,15 @@ GONE = {
     "--estimate": "--estimate is gone: a run says at its start whether it fits, and prints the time that is left",
     **{f"--{name}": f"--{name} is gone: --data takes files of every kind" for name in ("images", "pairs", "audio")},
     "--labels": "--labels is gone: give the file to --data, and for images also their folder to --data",
+    **{
+        f"--{name}": f"--{name} is gone: give --allow {what}"
+        for name, what in (
+            ("trust-remote-code", "code"),
+            ("allow-pickle", "pickle"),
+            ("ignore-unused", "unused"),
+            ("force", "unread"),
+        )
+    },
     "--as-is": "--as-is is gone: --data reads a file whose name ends with .txt as it is",
 }
 """Former options, and what is said instead."""

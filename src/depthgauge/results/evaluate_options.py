@@ -36,9 +36,9 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
         stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
             fit].
         tokenizer: Directory of a tokenizer that replaces those of the checkpoints.
-        trust_remote_code: Run Python code that comes with the checkpoint.
-        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
-        ignore_unused: Accept weights that no module of the model takes.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes.
     """
 
     tasks: Annotated[str | None, _TASKS] = None
@@ -53,9 +53,7 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
     device_map: Annotated[str | None, _MODEL, RARE] = None
     stream: Annotated[bool, _MODEL, RARE] = False
     tokenizer: Annotated[str | None, _MODEL, RARE] = None
-    trust_remote_code: Annotated[bool, _MODEL, RARE] = False
-    allow_pickle: Annotated[bool, _MODEL, RARE] = False
-    ignore_unused: Annotated[bool, _MODEL, RARE] = False
+    allow: Annotated[str | None, _MODEL, RARE] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

@@ -16,7 +16,7 @@ CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
     "tokens": 2048, "seed": 0, "what_if": "default", "bos": "auto", "dtype": "auto",
 }  # fmt: skip
 ABOUT_TEXT = (
-    "text", "window", "tokens", "bos", "tokenizer", "weights_only", "force", "sampled", "evaluate", "gguf_type",
+    "text", "window", "tokens", "bos", "tokenizer", "weights_only", "sampled", "evaluate", "gguf_type",
 )  # fmt: skip
 """Options of `gauge` and `shrink` that models of other inputs have no use for."""
 STACKS = ("decoder", "encoder")
@@ -35,6 +35,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "device_map": ("auto", "balanced", "balanced_low_0", "sequential"),
 }
 """The values of options of `gauge`, `shrink` and `evaluate` that have a few values only."""
+ALLOWED = ("code", "pickle", "unused", "unread")
+"""What `allow` may name: code of a checkpoint, pickled weights, unused weights, text that a model cannot read."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
 
@@ -69,10 +71,9 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
             fit].
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
-        force: Go on if the model cannot read its text.
-        trust_remote_code: Run Python code that comes with the checkpoint.
-        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
-        ignore_unused: Accept weights that no module of the model takes.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes; unread, text that the model cannot read.
     """
 
     samples: Annotated[int | None, _ANY] = None
@@ -91,10 +92,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     device_map: Annotated[str | None, _CHECKPOINTS, RARE] = None
     stream: Annotated[bool | None, _CHECKPOINTS, RARE] = None
     tokenizer: Annotated[str | None, _CHECKPOINTS, RARE] = None
-    force: Annotated[bool | None, _CHECKPOINTS, RARE] = None
-    trust_remote_code: Annotated[bool | None, _CHECKPOINTS, RARE] = None
-    allow_pickle: Annotated[bool | None, _CHECKPOINTS, RARE] = None
-    ignore_unused: Annotated[bool | None, _CHECKPOINTS, RARE] = None
+    allow: Annotated[str | None, _CHECKPOINTS, RARE] = None
 
     def with_defaults(self, kind: str) -> "GaugeOptions":
         """Return the options with the defaults for `networks` or `checkpoints` filled in."""
@@ -140,11 +138,19 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     in_memory: bool = False
 
 
+def allows(options: Any, what: str) -> bool:
+    """Return whether the option `allow` names this one of `ALLOWED`."""
+    return what in _names(options.allow or "")
+
+
 def check_common(options: Any) -> None:
     """Raise if an option that `gauge`, `shrink` and `evaluate` share is out of range, or has no effect."""
     for name, known in CHOICES.items():
         if (value := getattr(options, name, None)) is not None and value not in known:
             raise unknown_name(name, value, known)
+    for name in () if options.allow is None else _names(options.allow):
+        if name not in ALLOWED:
+            raise unknown_name("allow", name, ALLOWED)
     if options.window is not None:
         require_count("window", options.window, "the number of tokens in one window", least=2)
     stacks = (*STACKS, BOTH) if hasattr(options, "remove") else STACKS
@@ -167,7 +173,7 @@ def chosen_kinds(asked: str) -> tuple[str, ...]:
     presets, names = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}, (*WHAT_IFS, EXPERT)
     if asked in presets:
         return presets[asked]
-    wanted = [name.strip() for name in asked.split(",")]
+    wanted = _names(asked)
     for name in wanted:
         if name not in names:
             raise unknown_name("what-if", name, [*names, *presets])
@@ -179,6 +185,10 @@ def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeO
     return combine_options(
         GaugeOptions, "gauge", options, fields, dict.fromkeys(PATHS, str) | {"text": _one_or_several}
     )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def path_list(paths: Any) -> list[str]:

@@ -79,9 +79,9 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
         dtype: Number type of the teacher  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         tokenizer: Directory of a tokenizer that replaces the one of the teacher.
-        trust_remote_code: Run Python code that comes with the checkpoints.
-        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
-        ignore_unused: Accept weights that no module of the model takes.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes.
     """
 
     teacher: Annotated[str | None, _TRAINING] = None
@@ -96,9 +96,7 @@ class RecoverOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
     tokenizer: Annotated[str | None, _MODEL, RARE] = None
-    trust_remote_code: Annotated[bool, _MODEL, RARE] = False
-    allow_pickle: Annotated[bool, _MODEL, RARE] = False
-    ignore_unused: Annotated[bool, _MODEL, RARE] = False
+    allow: Annotated[str | None, _MODEL, RARE] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

@@ -18,8 +18,7 @@ from depthgauge.results.recover_options import AUTO, OFF, amount_of
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
 ABOUT_FILES = (
-    "dtype", "device", "device_map", "stream", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle",
-    "ignore_unused",
+    "dtype", "device", "device_map", "stream", "tokenizer", "gguf_type",
 )  # fmt: skip
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
@@ -80,10 +79,9 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
         gguf_type: In a GGUF file, the type of changed weights whose own type cannot be written, such as Q4_K: Q8_0
             [default], Q5_1, F16, ….
-        force: Go on if the model cannot read its text.
-        trust_remote_code: Run Python code that comes with the checkpoint.
-        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
-        ignore_unused: Accept weights that no module of the model takes.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes; unread, text that the model cannot read.
     """
 
     remove: Annotated[str | None, _SIZE] = None
@@ -110,10 +108,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     stream: Annotated[bool, _MODEL, RARE] = False
     tokenizer: Annotated[str | None, _MODEL, RARE] = None
     gguf_type: Annotated[str | None, _MODEL, RARE] = None
-    force: Annotated[bool, _MODEL, RARE] = False
-    trust_remote_code: Annotated[bool, _MODEL, RARE] = False
-    allow_pickle: Annotated[bool, _MODEL, RARE] = False
-    ignore_unused: Annotated[bool, _MODEL, RARE] = False
+    allow: Annotated[str | None, _MODEL, RARE] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

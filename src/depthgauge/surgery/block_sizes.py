@@ -10,6 +10,7 @@ from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint, Placement, wrap
 from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
+from depthgauge.results.gauge_options import allows
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.gguf_layout import GgufLayout
@@ -23,7 +24,7 @@ def describe_model(source: Source | None, config: Any, chosen: Any, objective: s
         has_files = source is not None and (source.gguf is not None or bool(weight_files(source)))
         found = stored_dtype(config, source) if source is not None and has_files else getattr(config, "dtype", None)
         dtype = found if isinstance(found, torch.dtype) else torch.float32
-    model = built_model(name, config, chosen, placement.trust_remote_code, dtype=dtype)
+    model = built_model(name, config, chosen, allows(placement, "code"), dtype=dtype)
     return wrap(model, name, source, objective)
 
 

@@ -36,7 +36,7 @@ from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.windows import require_rows
-from depthgauge.results.gauge_options import BOTH
+from depthgauge.results.gauge_options import BOTH, allows
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.block_sizes import check_model, describe_model
@@ -190,7 +190,7 @@ def open_model(
         start = measure_start(planned, checkpoint, tokenizer)
         if planned.candidate is not None and checkpoint.objective == "loss":
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-        require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
+        require_readable(checkpoint, tokenizer, start, read.measured, allows(settings, "unread"), message)
     return OpenedModel(checkpoint, tokenizer, files, stored, start, found.data, read, fixed, notes)
 
 

@@ -15,7 +15,7 @@ from depthgauge.checkpoints.task_names import task_folders
 from depthgauge.report.write import check_page, page_text
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
 from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.gauge_options import CHECKPOINTS
+from depthgauge.results.gauge_options import CHECKPOINTS, allows
 from depthgauge.workflows.target import resolve_target
 
 
@@ -69,9 +69,9 @@ def evaluate(
         find_text(settings.text)
     for name in settings.task_names:
         task_folders(name)
-    code, sources = settings.trust_remote_code, {}
+    pickled, code, sources = allows(settings, "pickle"), allows(settings, "code"), {}
     for path in paths:
-        sources[path] = resolve(path, settings.allow_pickle, settings.tokenizer, message, code)
+        sources[path] = resolve(path, pickled, settings.tokenizer, message, code)
         if settings.stream:
             require_streamable(sources[path], settings)
     from depthgauge.workflows.evaluate_models import evaluate_models  # torch and transformers take seconds

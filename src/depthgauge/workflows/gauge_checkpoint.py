@@ -45,7 +45,7 @@ from depthgauge.checkpoints.window_observer import observe_blocks, observe_windo
 from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
-from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings
+from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings, allows
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
 from depthgauge.surgery.block_sizes import describe_model
@@ -139,7 +139,7 @@ def gauge_checkpoint(
             require_output(checkpoint, inputs)
             text = windows.record(tokens_of(checkpoint, inputs))
         else:
-            windows, decided = started_windows(checkpoint, windows, start, tokenizer, bool(asked.force), message)
+            windows, decided = started_windows(checkpoint, windows, start, tokenizer, allows(asked, "unread"), message)
             inputs, text = windows.ids, windows.record(decided.bos, decided.reason)
         fewer = _fewer(text, asked)
         checkpoint = derived(checkpoint, inputs)

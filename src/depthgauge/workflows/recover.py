@@ -14,7 +14,7 @@ from depthgauge.checkpoints.hub_data import find_general
 from depthgauge.checkpoints.inputs.text_files import find_texts, input_paths
 from depthgauge.checkpoints.source import Source
 from depthgauge.report.write import check_page, page_text, write_report
-from depthgauge.results.gauge_options import CHECKPOINTS
+from depthgauge.results.gauge_options import CHECKPOINTS, allows
 from depthgauge.results.recover_options import RecoverOptions, make_recover_options
 from depthgauge.results.recover_record import RecoverRecord
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
@@ -113,4 +113,4 @@ def _resolved(model: str | Path, settings: RecoverOptions, message: Callable[[st
             f"{model} is not a checkpoint; recover expects a directory of a transformers model, a GGUF file or a name "
             "on the hub"
         )
-    return resolve(model, settings.allow_pickle, settings.tokenizer, message, settings.trust_remote_code)
+    return resolve(model, allows(settings, "pickle"), settings.tokenizer, message, allows(settings, "code"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source import Source
-from depthgauge.results.gauge_options import GaugeOptions
+from depthgauge.results.gauge_options import GaugeOptions, allows
 from depthgauge.results.shrink_options import ShrinkOptions
 
 
@@ -20,7 +20,7 @@ def resolved(
     A model on the hub is not downloaded if it fits neither into memory nor can be streamed, or if the disk of an output
     has no room for its weights.
     """
-    pickled, trusted, name = bool(asked.allow_pickle), bool(asked.trust_remote_code), parse_hub_name(path)
+    pickled, trusted, name = allows(asked, "pickle"), allows(asked, "code"), parse_hub_name(path)
     if name is not None and name.file is None:
         described = resolve(path, pickled, asked.tokenizer, trust_remote_code=trusted, weights=False)
         from depthgauge.workflows.needed_room import check_described  # torch and transformers take seconds

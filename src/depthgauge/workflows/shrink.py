@@ -239,7 +239,7 @@ def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanR
     if plan is not None:
         given = settings.given()
         for name in given:
-            if name not in (*ABOUT_FILES, "force", "evaluate"):
+            if name not in (*ABOUT_FILES, "allow", "evaluate"):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; "
                     "leave it out, or make a new plan"

@@ -23,7 +23,7 @@ from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, l
 from depthgauge.checkpoints.samples import IGNORED, Samples
 from depthgauge.checkpoints.source import Source
 from depthgauge.results.checkpoint_subject import TextWindows
-from depthgauge.results.gauge_options import STACKS
+from depthgauge.results.gauge_options import STACKS, allows
 
 LONGEST = 128
 """The most tokens of a text, of a source and of a target by default; longer ones are cut."""
@@ -92,7 +92,7 @@ def load_reader(source: Source | None, placement: Placement, kind: InputKind, gi
 
 
 def _processor(source: Source, placement: Placement, kind: InputKind, loader: Any) -> Any:
-    code = placement.trust_remote_code
+    code = allows(placement, "code")
     return attempt(
         source.target,
         kind.processor[0],
