@@ -62,7 +62,7 @@ def command(
 
     **Examples**
 
-    - `depthgauge shrink ./model --data text.txt --remove 25% --out ./smaller`
+    - `depthgauge shrink ./model --data text.txt --remove 25% --recover 2M --out ./smaller`
     - `depthgauge shrink ./model --data text.txt --max-increase 0.1 --out ./smaller`
     - `depthgauge shrink ./model --data text.txt --sizes 2,4,6 --out ./smaller`
     - `depthgauge shrink ./model --data text.txt --remove 7 --plan-only plan.json`

@@ -131,8 +131,9 @@ class SetBounds:
     def __init__(self, network: SelfAttentionNetwork, inputs: InputSet | Tokens, **attack: Any) -> None:
         self.network, self.inputs, self.attack = network.copy().to(device="cpu", dtype=torch.float64), inputs, attack
         self.length = inputs.length if isinstance(inputs, Tokens) else None
-        folds = can_fold(network) and isinstance(inputs, Tokens)
-        self.S = TokenBounds(Expansion(self.network), inputs) if folds else None
+        self.S: TokenBounds | None = None
+        if isinstance(inputs, Tokens) and can_fold(network):
+            self.S = TokenBounds(Expansion(self.network), inputs)
         self._known: dict[Choice, float] = {}
 
     @cached_property
