@@ -124,7 +124,7 @@ def _ours(
         if not all(folder.exists() for folder in folders):
             texts = list(map(str, known.values()))
             made = dg.shrink(
-                checkpoint.model, tokenizer=tokenizer, text=texts, sizes=list(counts), message=print, **asked
+                checkpoint.model, tokenizer=tokenizer, text=texts, remove=list(counts), message=print, **asked
             )
             for folder, one in zip(folders, sorted(made.sizes, key=lambda one: len(one.record.removed)), strict=True):
                 with written_model(one.model, checkpoint.source, tokenizer, folder, overwrite=True):

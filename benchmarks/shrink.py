@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
             seconds[f"{setting.source}, peers"] = {"total": time.perf_counter() - started}
         for method, amount in ((OURS, "off"), (RECOVERED, options.recover)):
             if amount is not None:
-                asked = {"sizes": counts, "effort": options.effort, "recover": amount, "seed": options.seed}
+                asked = {"remove": counts, "effort": options.effort, "recover": amount, "seed": options.seed}
                 asked |= {"window": window, "allow": "unread"} if tiny else {}
                 losses, took = ours(checkpoint, tokenizer, setting, asked, evaluation)
                 rows += [row_of(setting, method, count, losses[count], evaluation) for count in losses]

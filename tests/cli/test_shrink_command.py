@@ -30,7 +30,6 @@ from shrink_documents import (
 from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.cli.main import main
 from depthgauge.cli.print_document import section_lines
-from depthgauge.report.write import write_report
 from depthgauge.results.shrink_document import plan_section, shrink_document
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan
@@ -64,7 +63,9 @@ class Workflow:
     def shrink(self, model: Any, options: Any = None, **given: Any) -> Any:
         self._call("shrink", model, options, **given)
         record = check_shrink(self.document)
-        return SimpleNamespace(record=record, report=lambda path: write_report(record, path), to_json=record.to_json)
+        result = SimpleNamespace(record=record, to_json=record.to_json)
+        result.sizes = (result,)
+        return result
 
     def plan_shrink(self, model: Any, options: Any = None, **given: Any) -> PlanRecord:
         self._call("plan_shrink", model, options, **given)

@@ -6,7 +6,7 @@ from typing import Any
 HOSTILE = "</script><script>alert(1)</script>"
 
 _SETTINGS = {
-    "remove": "7", "remove_layers": None, "sizes": None, "max_bytes": None, "max_increase": None, "keep": None,
+    "remove": "7", "remove_layers": None, "max_bytes": None, "max_increase": None, "keep": None,
     "confidence": 0.95, "effort": "default", "no_repair": False, "recover": "2M", "general": None, "evaluate": None,
     "text": ["corpus.txt", "more text.txt"],
     "stack": None, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,

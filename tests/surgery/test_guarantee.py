@@ -113,7 +113,7 @@ def test_59_windows_are_needed_for_95_and_95() -> None:
 def test_every_effort_has_enough_windows_for_the_bounds_of_all_sizes(effort: str, confidence: float) -> None:
     for count in (1, 2, 3, 7, 30):
         sizes = ",".join(map(str, range(1, count + 1)))
-        windows = effort_of(ShrinkOptions(sizes=sizes, effort=effort, confidence=confidence)).certify
+        windows = effort_of(ShrinkOptions(remove=sizes, effort=effort, confidence=confidence)).certify
         assert quantile_guarantee([0.1] * windows, 0.95, confidence, looks=count).increase == 0.1
 
 

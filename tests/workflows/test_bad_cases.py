@@ -140,7 +140,7 @@ def test_a_disk_without_room_for_all_outputs_is_reported_first(
     free = weight_bytes(find(folder / "model"))  # enough for each of the models
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     with pytest.raises(OutputError, match=r"out: it needs .* of the disk are free; free some space or give"):
-        quick(folder / "model", folder / "text.txt", sizes="1,2", out=tmp_path / "out", message=said.append)
+        quick(folder / "model", folder / "text.txt", remove="1,2", out=tmp_path / "out", message=said.append)
     assert said == []  # not even that the weights are loaded
     assert list(tmp_path.iterdir()) == []
 

@@ -89,7 +89,7 @@ def test_several_sizes_and_a_missing_llama(
 ) -> None:
     monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     code, out, err = typed(
-        monkeypatch, capsys, model, "--sizes", "1,2", "--out", "s.gguf", "--no-repair", "--json", *QUICK
+        monkeypatch, capsys, model, "--remove", "1,2", "--out", "s.gguf", "--no-repair", "--json", *QUICK
     )
     assert code == 0, err
     for document, count in zip(json.loads(out), (1, 2), strict=True):

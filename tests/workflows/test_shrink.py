@@ -292,7 +292,8 @@ BAD = {
     "all layers": ({"remove_layers": "0-3"}, "names all 4 blocks"),
     "keep and remove": ({"remove_layers": "1", "keep": "2"}, "nothing for --keep"),
     "kept": ({"remove": 3, "keep": "0,1"}, "--keep leaves 2 of 4"),
-    "sizes": ({"sizes": "1;2"}, "sizes must be numbers of blocks"),
+    "sizes": ({"remove": "1;2"}, "remove must be a number of blocks"),
+    "one size twice": ({"remove": "1,25%"}, "remove: 1 and 25% are 1 of .*; leave one of them out"),
     "bytes": ({"max_bytes": "much"}, "max-bytes must be a size"),
     "few bytes": ({"max_bytes": "1kB"}, "max-bytes 1 kB is too small"),
     "negative limit": ({"max_increase": -1.0}, "max-increase must be a positive number"),
@@ -309,12 +310,12 @@ BAD = {
 
 TOO_MANY = {
     "a number": ({"remove": 4}, "remove must be from 1 to 3 blocks, got 4; .* has 4 blocks"),
-    "sizes": ({"sizes": "1,4"}, "sizes must be from 1 to 3 blocks, got 4"),
+    "sizes": ({"remove": "1,4"}, "remove must be from 1 to 3 blocks, got 4"),
     "blocks": ({"remove_layers": "1,4"}, "remove-layers: 4 is not a block"),
     "all blocks": ({"remove_layers": "0-3"}, "names all 4 blocks"),
     "what is kept": ({"remove": 1, "keep": "4"}, "keep: 4 is not a block"),
     "too much is kept": ({"remove": 3, "keep": "0,1"}, "3 blocks cannot be removed from .*: --keep leaves 2 of 4"),
-    "sizes and too much kept": ({"sizes": "1,3", "keep": "0,1"}, "--keep leaves 2 of 4"),
+    "sizes and too much kept": ({"remove": "1,3", "keep": "0,1"}, "--keep leaves 2 of 4"),
     "everything is kept": ({"max_increase": 0.1, "keep": "0-3"}, "1 block cannot be removed from .*: --keep leaves 0"),
     "few bytes": ({"max_bytes": "1kB"}, "max-bytes 1 kB is too small"),
     "many bytes": ({"max_bytes": "1GB"}, "max-bytes 1 GB removes nothing, because .*; give a smaller size"),
@@ -357,16 +358,16 @@ def test_an_encoder_has_no_loss_to_limit(tmp_path: Path, text: Path) -> None:
 
 
 def test_shares_are_rounded_down() -> None:
-    assert ShrinkOptions(remove="25%").count(30, "m") == 7
-    assert ShrinkOptions(remove="1%").count(30, "m") == ShrinkOptions(remove="10%").count(4, "m") == 1
+    assert ShrinkOptions(remove="25%").counts(30, "m") == {7: "25%"}
+    assert {*ShrinkOptions(remove="1%").counts(30, "m"), *ShrinkOptions(remove="10%").counts(4, "m")} == {1}
     with pytest.raises(InputError, match="at least one must stay"):
-        ShrinkOptions(remove="30").count(30, "m")
+        ShrinkOptions(remove="30").counts(30, "m")
     with pytest.raises(InputError, match="a share of them below 100%"):
-        ShrinkOptions(remove="100%").count(30, "m")
+        ShrinkOptions(remove="100%").counts(30, "m")
     with pytest.raises(InputError, match=r"remove must be from 1 to 1 block, got 2; m has 2 blocks"):
-        ShrinkOptions(remove="2").count(2, "m")
+        ShrinkOptions(remove="2").counts(2, "m")
     with pytest.raises(InputError, match=r"m has one block, .* no block can be removed"):
-        ShrinkOptions(remove="1").count(1, "m")
+        ShrinkOptions(remove="1").counts(1, "m")
 
 
 @pytest.mark.parametrize("layers", [3, 4, 12, 30, 49])
@@ -375,10 +376,10 @@ def test_a_share_may_be_a_number_between_0_and_1(layers: int) -> None:
         remove = make_shrink_options(None, {"remove": count / layers}).remove
         assert remove is not None
         assert remove.endswith("%")
-        assert ShrinkOptions(remove=remove).count(layers, "m") == count
+        assert [*ShrinkOptions(remove=remove).counts(layers, "m")] == [count]
     assert make_shrink_options(None, {"remove": 0.25}).remove == "25%"
     assert make_shrink_options(None, {"remove": torch.tensor(1e-9).item()}).remove == "0.0000001%"
-    for wrong in (0.0, 1.0, 2.5, -0.25, float("nan"), True, [1]):
+    for wrong in (0.0, 1.0, 2.5, -0.25, float("nan"), True, [True]):
         with pytest.raises(InputError, match=r"remove must be a number of blocks or a share.*write remove=7 for 7"):
             make_shrink_options(None, {"remove": wrong})
 

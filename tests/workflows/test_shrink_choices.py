@@ -29,18 +29,25 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_search_makes_several_sizes(llama: Path, text: Path, tmp_path: Path) -> None:
     """Each size is a checkpoint of its own; one page shows all of them, and the bounds allow for the choice."""
     out, page = tmp_path / "out", tmp_path / "sizes.html"
-    result = quick(llama, text, sizes=[2, 1], out=out, report=page)
+    result = quick(llama, text, remove=[2, 1], out=out, report=page)
     assert [one.record.layers_after for one in result.sizes] == [LAYERS - 1, LAYERS - 2]
     assert result.record == result.sizes[-1].record
     assert [step.layer for step in result.plan.search[:1]] == [step.layer for step in result.sizes[0].plan.search]
     for count in (1, 2):
         config = json.loads((tmp_path / f"out-{count}" / "config.json").read_text("utf-8"))
         assert config["num_hidden_layers"] == LAYERS - count
-        assert result.sizes[count - 1].record.looks == 2
+        assert result.sizes[count - 1].plan.looks() == 2
     assert {path.name for path in tmp_path.iterdir()} == {"out-1", "out-2", "sizes.html"}
     shown = page.read_text("utf-8")
     assert "Choose by looking" in shown
     assert shown.count("What is guaranteed") == 2
+
+
+def test_outputs_of_shares_have_their_names(llama: Path, text: Path, tmp_path: Path) -> None:
+    result = quick(llama, text, remove="50%,1", out=tmp_path / "out")
+    assert [one.record.layers_after for one in result.sizes] == [LAYERS - 1, LAYERS - LAYERS // 2]
+    assert [Path(one.record.out or "").name for one in result.sizes] == ["out-1", "out-50%"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out-1", "out-50%"}
 
 
 def test_a_resumed_run_of_several_sizes_keeps_what_is_written(
@@ -53,9 +60,9 @@ def test_a_resumed_run_of_several_sizes_keeps_what_is_written(
             raise KeyboardInterrupt
 
     with pytest.raises(InterruptedRunError, match="--resume"):
-        quick(llama, text, sizes="1,2", out=out, progress=progress)
+        quick(llama, text, remove="1,2", out=out, progress=progress)
     before = (tmp_path / "out-1" / "depthgauge.json").stat().st_mtime_ns
-    quick(llama, text, sizes="1,2", out=out, resume=True)
+    quick(llama, text, remove="1,2", out=out, resume=True)
     assert (tmp_path / "out-1" / "depthgauge.json").stat().st_mtime_ns == before
     assert {path.name for path in tmp_path.iterdir()} == {"out-1", "out-2"}
 

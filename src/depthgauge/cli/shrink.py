@@ -40,7 +40,7 @@ def command(
     ] = None,
     plan_only: Annotated[
         Path | None,
-        typer.Option(help="Only search, and write the plan to this .json file.", rich_help_panel=_FILES, hidden=True),
+        typer.Option(help="Only search, and write the plan (.json).", rich_help_panel=_FILES),
     ] = None,
     from_plan: Annotated[
         Path | None,
@@ -55,7 +55,7 @@ def command(
     ] = False,
     overwrite: Overwrite = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of tables. With --sizes, it is a list.")
+        bool, typer.Option("--json", help="Print JSON instead of tables. Of several sizes, it is a list.")
     ] = False,
 ) -> None:
     """Write a smaller checkpoint: remove blocks, repair and train the rest, and bound what it costs.
@@ -64,7 +64,7 @@ def command(
 
     - `depthgauge shrink ./model --data text.txt --remove 25% --recover 2M --out ./smaller`
     - `depthgauge shrink ./model --data text.txt --max-increase 0.1 --out ./smaller`
-    - `depthgauge shrink ./model --data text.txt --sizes 2,4,6 --out ./smaller`
+    - `depthgauge shrink ./model --data text.txt --remove 2,4,6 --out ./smaller`
     - `depthgauge shrink ./model --data text.txt --remove 7 --plan-only plan.json`
     - `depthgauge shrink ./model --from-plan plan.json --out ./smaller`
     - `depthgauge shrink HuggingFaceTB/SmolLM2-135M --remove 7 --out ./smaller`
@@ -86,11 +86,10 @@ def command(
         return
     with progress_bar("shrinking") as progress:
         result = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files)
-    made = (result,) if options.sizes is None else result.sizes
-    if options.sizes is not None and as_json:
-        print_json([one.to_json() for one in made])
+    if len(result.sizes) > 1 and as_json:
+        print_json([one.to_json() for one in result.sizes])
     else:
-        for one in made:
+        for one in result.sizes:
             _print(one.record, as_json)
     record = result.record
     if record.guarantee is not None and limit_failed(record.guarantee):  # it is printed, but there is no model

@@ -25,7 +25,7 @@ ABOUT_FILES = (
 
 HEAL_IS_GONE = "--heal is gone: give --recover 2M, a number of tokens, or --recover 10min, a time"
 """What those are told who use the former option."""
-HOW_MUCH = ("remove", "remove_layers", "sizes", "max_bytes", "max_increase")
+HOW_MUCH = ("remove", "remove_layers", "max_bytes", "max_increase")
 """Options of which exactly one says how much to remove."""
 WAYS = tuple(f"--{name.replace('_', '-')}" for name in HOW_MUCH)
 UNKNOWN = 10**9
@@ -38,12 +38,12 @@ _ANY, _SIZE, _TEXT, _MODEL = (Meta(extra={"only": panel}) for panel in (None, SI
 class ShrinkOptions(Record, frozen=True, kw_only=True):
     """What `shrink` is asked to do. `depthgauge shrink --help` shows the same text.
 
-    In Python, `remove` may also be a whole number, or a number between 0 and 1 as a share: `0.25` is `25%`.
+    In Python, `remove` may also be a whole number, a number between 0 and 1 as a share (`0.25` is `25%`), or a list.
 
     Attributes:
-        remove: How many blocks to remove: 7 or 25%. A share is rounded down, and is at least 1 block.
+        remove: How many blocks to remove: 7, 25%, or 2,4,6. A share is rounded down, and is at least 1 block. Several
+            make a model for each of them, from one search: OUT-2, OUT-4 and OUT-6.
         remove_layers: Remove exactly these blocks: 6,8-9. They are counted from 0, with both ends of a range.
-        sizes: Make a model for each number: 2,4,6. There is one search; the models are OUT-2, OUT-4 and OUT-6.
         max_bytes: Remove as few blocks as make the weights fit this size on disk: 1.2GB or 800MB.
         max_increase: The most that the loss may grow: 0.1. As many blocks are removed as the guarantee allows, in
             nats per token.
@@ -86,7 +86,6 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     remove: Annotated[str | None, _SIZE] = None
     remove_layers: Annotated[str | None, _SIZE] = None
-    sizes: Annotated[str | None, _SIZE] = None
     max_bytes: Annotated[str | None, _SIZE, RARE] = None
     max_increase: Annotated[float | None, _SIZE] = None
     keep: Annotated[str | None, _SIZE, RARE] = None
@@ -163,9 +162,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     def check_layers(self, layers: int = UNKNOWN, name: str = "the model") -> None:
         """Raise if the options name blocks, or a number of blocks, that the model `name` cannot lose."""
         self.layers_to_remove(layers, name)
-        left, most = layers - len(self.protected(layers, name)), 1
-        if self.remove is not None or self.sizes is not None:
-            most = self.count(layers, name) if self.sizes is None else self.counts(layers, name)[-1]
+        left = layers - len(self.protected(layers, name))
+        most = 1 if self.remove is None else max(self.counts(layers, name))
         if most > left:
             blocks = counted(most, "block")
             raise InputError(f"{blocks} cannot be removed from {name}: --keep leaves {left} of {layers}")
@@ -200,18 +198,29 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         """Return the blocks of `keep` in the model `name` with this many layers."""
         return () if self.keep is None else _layer_numbers("keep", self.keep, layers, name)
 
-    def counts(self, layers: int = UNKNOWN, name: str = "the model") -> tuple[int, ...]:
-        """Return the numbers of blocks of `sizes`, in increasing order.
+    @property
+    def removals(self) -> tuple[str, ...]:
+        """The numbers and shares of `remove`, as they are written; each makes a model."""
+        return tuple(part.strip() for part in (self.remove or "").split(","))
 
-        >>> ShrinkOptions(sizes="4,2").counts(12, "model")
-        (2, 4)
+    def counts(self, layers: int = UNKNOWN, name: str = "the model") -> dict[int, str]:
+        """Return the numbers of blocks that `remove` stands for in a model, in increasing order, as they are written.
+
+        >>> ShrinkOptions(remove="25%,4").counts(30, "model"), ShrinkOptions(remove="10%").counts(4, "model")
+        ({4: '4', 7: '25%'}, {1: '10%'})
         """
-        parts = (self.sizes or "").split(",")
-        if not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,4}\s*", part) for part in parts):
-            raise InputError(
-                f"sizes must be numbers of blocks with commas between them, such as 2,4,6, got {self.sizes!r}"
-            )
-        return tuple(sorted({_below("sizes", int(part), layers, name) for part in parts}))
+        found: dict[int, str] = {}
+        for part in self.removals:
+            match = re.fullmatch(r"0*([1-9]\d{0,8})|(\d{1,2}(?:\.\d+)?)\s*%", part)
+            if match is None or (match[2] and not float(match[2])):
+                what = "a number of blocks from 1 on, or a share of them below 100%"
+                raise InputError(f"remove must be {what}, such as 7 or 25%, or several: 2,4,6, got {self.remove!r}")
+            # 33.3333333333% of 12 blocks are 4
+            count = int(match[1] or 0) or max(1, math.floor(round(float(match[2]) * layers / 100, 6)))
+            if count in found:
+                raise InputError(f"remove: {found[count]} and {part} are {count} of {name}; leave one of them out")
+            found[_below(count, layers, name)] = part
+        return dict(sorted(found.items()))
 
     def byte_limit(self) -> int:
         """Return the bytes of `max_bytes`: kB, MB and GB are powers of 1,000, and KiB, MiB and GiB of 1,024.
@@ -225,28 +234,14 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         power = " KMGT".index(match[2].upper() or " ")
         return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
-    def count(self, layers: int, name: str) -> int:
-        """Return the number of blocks that `remove` stands for in the model `name` with this many layers.
 
-        >>> ShrinkOptions(remove="25%").count(30, "model"), ShrinkOptions(remove="10%").count(4, "model")
-        (7, 1)
-        """
-        found = re.fullmatch(r"\s*(?:0*([1-9]\d{0,8})|(\d{1,2}(?:\.\d+)?)\s*%)\s*", self.remove or "")
-        if found is None or (found[2] and not float(found[2])):
-            what = "a number of blocks from 1 on, or a share of them below 100%"
-            raise InputError(f"remove must be {what}, such as 7 or 25%, got {self.remove!r}")
-        # 33.3333333333% of 12 blocks are 4
-        count = int(found[1] or 0) or max(1, math.floor(round(float(found[2]) * layers / 100, 6)))
-        return _below("remove", count, layers, name)
-
-
-def _below(option: str, count: int, layers: int, name: str) -> int:
+def _below(count: int, layers: int, name: str) -> int:
     """Return a number of blocks to remove; raise unless the model `name` has more."""
     if layers == 1:
         raise InputError(f"{name} has one block, and at least one must stay, so no block can be removed")
     if count >= layers:
         raise InputError(
-            f"{option} must be from 1 to {counted(layers - 1, 'block')}, got {count}; {name} has {layers} blocks and "
+            f"remove must be from 1 to {counted(layers - 1, 'block')}, got {count}; {name} has {layers} blocks and "
             "at least one must stay"
         )
     return count
@@ -255,8 +250,8 @@ def _below(option: str, count: int, layers: int, name: str) -> int:
 def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -> ShrinkOptions:
     """Combine an options record with single options given by keyword; check the types of both.
 
-    A single text may be given as one path, and `remove` as a whole number or as a number between 0 and 1. None keeps
-    the option of the record.
+    A single text may be given as one path, and `remove` as a whole number, a number between 0 and 1, or a list. None
+    keeps the option of the record.
     """
     known = ShrinkOptions.__struct_fields__
     given = {name: value for name, value in fields.items() if value is not None or name not in known}
@@ -265,7 +260,7 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
         "text": path_list,
         **dict.fromkeys(("tokenizer", "general"), str),
     }
-    normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "recover"), _as_text)
+    normal |= dict.fromkeys(("remove_layers", "keep", "max_bytes", "recover"), _as_text)
     if "heal" in given:
         raise InputError(HEAL_IS_GONE)
     return combine_options(ShrinkOptions, "shrink", options, given, normal)
@@ -298,13 +293,15 @@ def _layer_numbers(option: str, text: str, layers: int, name: str) -> tuple[int,
 
 
 def _remove_text(remove: Any) -> Any:
-    """Return a number of blocks, or a share of all blocks between 0 and 1, as the command line writes it.
+    """Return a number of blocks, a share of all blocks between 0 and 1, or several, as the command line writes it.
 
-    >>> _remove_text(7), _remove_text(0.25), _remove_text(1 / 3), _remove_text("25%")
-    ('7', '25%', '33.3333333333%', '25%')
+    >>> _remove_text(7), _remove_text(0.25), _remove_text(1 / 3), _remove_text([2, 4])
+    ('7', '25%', '33.3333333333%', '2,4')
     """
     if isinstance(remove, str):
         return remove
+    if isinstance(remove, list | tuple | range):
+        return ",".join(map(_remove_text, remove))
     if isinstance(remove, numbers.Integral) and not isinstance(remove, bool):
         return str(int(remove))
     if isinstance(remove, numbers.Real) and 0 < float(remove) < 1:

@@ -137,9 +137,8 @@ class PlanRecord(Record, frozen=True, kw_only=True):
 
         `tested` are those that were tested against a limit.
         """
-        if self.settings.sizes is not None:
-            return len(self.settings.counts(self.layers, self.model))
-        return max(1, len(tested) or (len(self.search) if self.settings.max_increase is not None else 0))
+        several = len(self.settings.removals)
+        return max(several, len(tested) or (len(self.search) if self.settings.max_increase is not None else 0))
 
     @property
     def stack(self) -> str | None:
@@ -286,7 +285,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
     - `stages`: the stages of the repair; `recovery`: the training after it, None without one
-    - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; with `--sizes`, both
+    - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; of several sizes, both
       include the sizes before this one
     - `evaluation`: both models on tasks, the dense one first; None if no tasks were asked for
     - `out`: the directory or the GGUF file of the shrunk model; None if nothing was written

@@ -43,11 +43,9 @@ def requested_counts(
 ) -> tuple[int, ...]:
     """Return the numbers of blocks to remove that the options ask for, other than by `max_increase`, in order."""
     layers, name = checkpoint.layers, checkpoint.name
-    if settings.sizes is not None:
-        return settings.counts(layers, name)
     if settings.max_bytes is not None:
         return (blocks_over(checkpoint, settings.byte_limit(), stored, not settings.no_repair),)
-    return (settings.count(layers, name),)
+    return tuple(settings.counts(layers, name))
 
 
 def written_sizes(

@@ -43,13 +43,12 @@ def has_written(journal: Journal, out: str | Path) -> bool:
 
 
 def output_folders(out: str | Path, settings: ShrinkOptions) -> list[Path]:
-    """Return the directories or files that a run writes; with `sizes`, those that the numbers of blocks give."""
-    if settings.sizes is None:
-        return [Path(out)]
-    return [sized_output(out, count) for count in settings.counts()]
+    """Return the directories or files that a run writes; of several sizes, one for each, `OUT-4` or `OUT-25%`."""
+    names = settings.removals
+    return [Path(out)] if len(names) == 1 else [sized_output(out, name) for name in names]
 
 
-def sized_output(out: str | Path, count: int) -> Path:
+def sized_output(out: str | Path, size: str) -> Path:
     """Return the output of one of several sizes: `OUT-4`, or `NAME-4.gguf`."""
     path = Path(out)
-    return path.with_stem(f"{path.stem}-{count}") if is_gguf_name(path) else Path(f"{out}-{count}")
+    return path.with_stem(f"{path.stem}-{size}") if is_gguf_name(path) else Path(f"{out}-{size}")

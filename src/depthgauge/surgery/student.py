@@ -62,7 +62,7 @@ more steps lowered the distance on other windows."""
 
 def effort_of(settings: ShrinkOptions) -> Effort:
     """Return the effort, with enough certify windows for the requested confidence in the bound of every size."""
-    effort, sizes = EFFORT[settings.effort], 1 if settings.sizes is None else len(settings.counts())
+    effort, sizes = EFFORT[settings.effort], len(settings.removals)
     needed = windows_needed(confidence=1 - (1 - settings.confidence) / sizes)
     return replace(effort, certify=max(effort.certify, needed))
 

@@ -42,7 +42,7 @@ class ShrinkResult:
     - `record`: everything that was decided and measured
     - `model`: the shrunk transformers model; None if no size is within `max_increase`
     - `opened`, `certifier`: the source model and the certify windows, which `save` needs
-    - `sizes`: with the option `sizes`, the results of all sizes, this one last; otherwise this one alone
+    - `sizes`: with several numbers in `remove`, the results of all of them, this one last; otherwise this one alone
     """
 
     record: ShrinkRecord
@@ -127,7 +127,7 @@ def shrink(
             tokenizer that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
         out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
-            `.gguf`; None keeps it in memory. With `sizes`, the outputs are named after it: `OUT-2`, `OUT-4`, ….
+            `.gguf`; None keeps it in memory. With several numbers in `remove`, the outputs are `OUT-2`, `OUT-4`, ….
         report: a file to write a page with charts to (extra `report`).
         resume: continue an interrupted run with the same `out`.
         overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
@@ -137,8 +137,8 @@ def shrink(
         **fields: any option of `ShrinkOptions` by name, such as `remove=7`; overrides `options`.
 
     Returns:
-        A `ShrinkResult`: `record`, `model`, `plan`, `save()`, `report()`, `to_json()`. With the option `sizes`, it is
-        the result with the most blocks removed, and its `sizes` has all of them.
+        A `ShrinkResult`: `record`, `model`, `plan`, `save()`, `report()`, `to_json()`. With several numbers
+        in `remove`, it is the result with the most blocks removed, and its `sizes` has all of them.
 
     Raises:
         InputError: the model or an option cannot be used.
@@ -218,8 +218,8 @@ def plan_shrink(
     """
     tokenizer = take_directory(tokenizer, fields)
     settings = _settings(options, fields, None)
-    if settings.max_increase is not None or settings.sizes is not None:
-        raise InputError("a plan has one number of blocks; use --remove, --remove-layers or --max-bytes")
+    if settings.max_increase is not None or len(settings.removals) > 1:
+        raise InputError("a plan has one number of blocks; use --remove 7, --remove-layers or --max-bytes")
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)

@@ -106,7 +106,11 @@ def make_models(
         counts = () if run.limit is not None else requested_sizes(run, work)
         with run.durations("certification"):
             certifier = Certifier(checkpoint, work.windows, settings.confidence, progress=run.progress)
-        places = {count: out if out is None or settings.sizes is None else sized_output(out, count) for count in counts}
+        names = settings.counts(checkpoint.layers, checkpoint.name) if len(settings.removals) > 1 else {}
+        places = {
+            count: out if out is None or not names else sized_output(out, names.get(count, f"{count}"))
+            for count in counts
+        }
         made = {count: FinishedModel(record, None, work, certifier)
                 for count, place in places.items() if (record := _known_record(run, place)) is not None}  # fmt: skip
         if made and made.keys() == {*counts}:
