@@ -158,7 +158,7 @@ def test_the_given_tokenizer_is_never_replaced(shared: Path, tmp_path: Path) -> 
 def test_the_command_ends_with_one_sentence(
     shared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["depthgauge", "gauge", str(shared / "model"), "--text", str(shared / "corpus.txt"), "--no-what-if"]
+    words = ["depthgauge", "gauge", str(shared / "model"), "--text", str(shared / "corpus.txt"), "--what-if", "none"]
     words += ["--tokens", "192", "--window", "48", "--json"]
 
     def typed(*more: str) -> tuple[int, str, str]:

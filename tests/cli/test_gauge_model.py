@@ -95,7 +95,7 @@ def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest
 
 
 def test_json_is_one_document(run: Run) -> None:
-    outcome = run("gauge", "llama", *SMALL, "--no-what-if", "--json", "--out", "r.json", "--text", "corpus.txt")
+    outcome = run("gauge", "llama", *SMALL, "--what-if", "none", "--json", "--out", "r.json", "--text", "corpus.txt")
     document = json.loads(outcome.out)
     assert document == json.loads(Path("r.json").read_text(encoding="utf-8"))
     assert document["schema"] == "depthgauge.gauge/1"
@@ -138,7 +138,7 @@ def test_what_was_measured_is_said_where_there_is_less_than_asked_for(
     run: Run, place: Path, asked: str, used: int
 ) -> None:
     """The text has 100 tokens: 6 windows of 16, so that 98 tokens are as good as 96."""
-    given = ("--tokens", asked, "--window", "16", "--device", "cpu", "--no-what-if", "--overwrite")
+    given = ("--tokens", asked, "--window", "16", "--device", "cpu", "--what-if", "none", "--overwrite")
     files = ("--out", "less.json", "--report", "less.html")
     outcome = run("gauge", "llama", "--text", "corpus.txt", *given, *files)
     said = "measured on 6 windows of 16 tokens, 96 tokens in all: corpus.txt has no more, and --tokens 100000 asks"
@@ -173,7 +173,6 @@ def test_weights_only(run: Run) -> None:
         (["llama", "--text", "short.txt"], "short.txt has 5 tokens, but one window needs 16"),
         (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
         (["llama", "--radius", "1"], "--radius applies to network files; llama is a checkpoint"),
-        (["llama", "--what-if", "all", "--no-what-if"], "exclude each other"),
         (["llama", "--what-if", "blok"], "did you mean 'block'?"),
         (["llama", "--resume", "--text", "corpus.txt"], "give the same --out as before"),
         (["llama", "--depth", "0.1"], "No such option: --depth"),

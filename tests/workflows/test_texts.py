@@ -193,7 +193,7 @@ def test_the_command_line_reads_fields(
             main()
         return int(ended.value.code or 0)
 
-    flags = ["--tokens", "64", "--window", "16", "--device", "cpu", "--no-what-if", "--json"]
+    flags = ["--tokens", "64", "--window", "16", "--device", "cpu", "--what-if", "none", "--json"]
     assert run("gauge", str(gpt2), "--text", f"{jsonl}:body", *flags) == 0
     assert json.loads(capsys.readouterr().out)["subjects"][0]["text"]["source"] == f"{jsonl}:body"
     # The file of a field is an input that no output may replace.

@@ -26,10 +26,6 @@ def command(
     ] = None,
     *,
     options: GaugeOptions,
-    no_what_if: Annotated[
-        bool,
-        typer.Option("--no-what-if", help="The same as --what-if none.", rich_help_panel="Checkpoints", hidden=True),
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the result document to this file.")] = None,
     resume: Annotated[
         bool,
@@ -52,15 +48,10 @@ def command(
     """
     from depthgauge.workflows.gauge import gauge
 
-    fields: dict[str, Any] = {}
-    if no_what_if:
-        if options.what_if is not None:
-            raise typer.BadParameter("--what-if and --no-what-if exclude each other")
-        fields["what_if"] = "none"
-    fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
+    files: dict[str, Any] = {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
     try:
         with progress_bar("gauging") as progress:
-            result = gauge(target, options, progress=progress, message=note, **fields)
+            result = gauge(target, options, progress=progress, message=note, **files)
     except OutputError as error:
         if error.result is not None:  # the work is done: show what could not be written
             _print(error.result, as_json)

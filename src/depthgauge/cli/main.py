@@ -67,6 +67,7 @@ GONE = {
             ("force", "unread"),
         )
     },
+    "--no-what-if": "--no-what-if is gone: give --what-if none",
     "--sizes": "--sizes is gone: give --remove several numbers, such as --remove 2,4,6",
     "--as-is": "--as-is is gone: --data reads a file whose name ends with .txt as it is",
 }
