@@ -155,7 +155,7 @@ def test_the_contract_rejects_damaged_certificates() -> None:
         replace(c, lower=math.nextafter(c.upper, math.inf)),
         replace(c, upper=None),
         replace(c, witness=c.witness * (1 + 1e-12)),
-        replace(c, comparison=replace(c.comparison, tokens=len(c.witness) + 1)),
+        replace(c, comparison=replace(c.comparison, rows=len(c.witness) + 1)),
     ):
         with pytest.raises(AssertionError):
             check_contract(damaged, 0)
