@@ -28,14 +28,13 @@ from shrink_texts import divide_texts, windows_of_texts
 import depthgauge as dg
 from depthgauge.base.errors import DepthgaugeError, InputError
 from depthgauge.base.progress import silent
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
-from depthgauge.checkpoints.source import Source, find, weight_bytes
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.source.model_files import Source, find, weight_bytes
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 from depthgauge.surgery.extract import extract, shrunk_config
-from depthgauge.surgery.gguf_layout import read_layout
+from depthgauge.surgery.gguf_layout import read_layout, shrunk_fields, write_gguf
 from depthgauge.surgery.student import EFFORT
-from depthgauge.surgery.write_gguf import shrunk_fields, write_gguf
 from depthgauge.surgery.write_model import written_model
 
 SHARES = (0.10, 0.25, 0.40)

@@ -40,10 +40,10 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import DepthgaugeError, InputError
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
-from depthgauge.checkpoints.model_output import token_losses
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.model_output import token_losses
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.surgery.student import EFFORT
 
 Losses = dict[str, Float[Tensor, " windows"]]

@@ -38,10 +38,9 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import Objective
-from depthgauge.checkpoints.hooks import hidden_out
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner, hidden_out
+from depthgauge.checkpoints.blocks.what_if import Objective
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.surgery.repair import is_linear
 
 GREEDY_WINDOWS = 16

@@ -12,9 +12,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.load import Checkpoint, context_length
-from depthgauge.checkpoints.start_token import measure_start, plan_start
-from depthgauge.checkpoints.windows import read_windows
+from depthgauge.checkpoints.inputs.windows import read_windows
+from depthgauge.checkpoints.source.model_class import context_length
+from depthgauge.checkpoints.tasks.language import measure_start, plan_start
+from depthgauge.checkpoints.weights.load import Checkpoint
 
 PIECE = 20_000
 """Characters of the pieces into which a text is divided."""

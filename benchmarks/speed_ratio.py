@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from depthgauge.base.errors import DepthgaugeError
-from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, wrap
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.speed import compare_speed
 

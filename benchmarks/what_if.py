@@ -22,15 +22,12 @@ from typing import Any
 import torch
 
 from depthgauge.base.progress import silent
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import DenseStates
-from depthgauge.checkpoints.hooks import changed
-from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
-from depthgauge.checkpoints.model_output import token_losses, window_losses
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import layers_of
+from depthgauge.checkpoints.blocks.attention_calls import Session, attending
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack, changed
+from depthgauge.checkpoints.blocks.model_output import token_losses, window_losses
+from depthgauge.checkpoints.blocks.what_if import DenseStates, layers_of
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, wrap
 from depthgauge.results.labels import DEFAULT_WHAT_IFS
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
 

@@ -5,6 +5,7 @@ The checks of annotations double the time of the tests. They run if the variable
 """
 
 import os
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -94,7 +95,7 @@ def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `shrink` check what it wrote in a forked process. tests/surgery/test_reload.py starts real ones."""
     from depthgauge.surgery import verify
 
-    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(Popen=ForkedScript, PIPE=None, DEVNULL=None))
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedScript}))
 
 
 @pytest.fixture

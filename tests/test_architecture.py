@@ -211,6 +211,17 @@ def test_imports_point_to_lower_levels_without_cycles() -> None:
     assert len(list(islice(edges(SRC), 51))) > 50  # the imports were found at all
 
 
+def test_folders_of_checkpoints_import_in_one_direction() -> None:
+    order = ("source", "inputs", "weights", "blocks", "tasks")
+    inside = [
+        (order.index(one.split(".")[2]), order.index(other.split(".")[2]), place)
+        for one, other, place in edges(SRC)
+        if one.startswith("depthgauge.checkpoints.") and other.startswith("depthgauge.checkpoints.")
+    ]
+    assert [place for one, other, place in inside if other > one] == []
+    assert len(inside) > 50
+
+
 def test_file_names_are_unique() -> None:
     assert repeated_names(SRC) == []
 

@@ -3,7 +3,7 @@ from depthgauge import results as results
 from depthgauge._version import __version__ as __version__
 from depthgauge.base.errors import DepthgaugeError as DepthgaugeError
 from depthgauge.base.errors import InputError as InputError
-from depthgauge.checkpoints.registered_attention import register_attention as register_attention
+from depthgauge.checkpoints.blocks.attention_calls import register_attention as register_attention
 from depthgauge.fast_attention.attention import attention as attention
 from depthgauge.fast_attention.attention import attention_plan as attention_plan
 from depthgauge.fast_attention.remembered import Attention as Attention

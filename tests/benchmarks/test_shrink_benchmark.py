@@ -10,8 +10,8 @@ from benchmark_files import benchmark
 from tiny_checkpoints import save_checkpoint, text_of
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, load_tokenizer
 
 pytestmark = pytest.mark.soak
 judge, texts = benchmark("shrink_claims"), benchmark("shrink_texts")

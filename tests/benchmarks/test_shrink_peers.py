@@ -14,8 +14,8 @@ from layered_models import LAYERS, layered_model
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.weights.load import wrap
 
 pytestmark = pytest.mark.soak
 peers = benchmark("shrink_peers")

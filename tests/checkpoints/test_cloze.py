@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.cloze import CHOICES, CONTEXT, LEAST_ITEMS, MOST_ITEMS, PIECE, cloze_items
+from depthgauge.checkpoints.tasks.known_tasks import CHOICES, CONTEXT, LEAST_ITEMS, MOST_ITEMS, PIECE, cloze_items
 
 
 def plain(text: str) -> str:
@@ -16,7 +16,7 @@ def plain(text: str) -> str:
 def built_in() -> str:
     import depthgauge.checkpoints
 
-    return plain((Path(depthgauge.checkpoints.__path__[0]) / "text.txt").read_text(encoding="utf-8"))
+    return plain((Path(depthgauge.checkpoints.__path__[0]) / "inputs" / "text.txt").read_text(encoding="utf-8"))
 
 
 def test_the_built_in_text_gives_a_few_hundred_items(built_in: str) -> None:

@@ -11,14 +11,12 @@ from edited_outputs import edited_outputs
 from tiny_models import DERIVED, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.derive_family import derive_families, derived
-from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.interface import Session
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.scores import SublayerScores, added_influence
+from depthgauge.checkpoints.blocks.attention_calls import Session
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack
+from depthgauge.checkpoints.blocks.probe import derive_families, derived
+from depthgauge.checkpoints.blocks.window_observer import SublayerScores, added_influence
+from depthgauge.checkpoints.weights.families import Family, find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 
 LLAMA = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj")
 # Written by hand from the source of transformers.

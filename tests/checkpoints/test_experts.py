@@ -7,14 +7,19 @@ import torch
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import DenseStates
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers, expert_weights, without_expert
-from depthgauge.checkpoints.interface import Session
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.what_if import Edit, edited_states
+from depthgauge.checkpoints.blocks.attention_calls import Session
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack
+from depthgauge.checkpoints.blocks.probe import derived
+from depthgauge.checkpoints.blocks.what_if import (
+    DenseStates,
+    Edit,
+    ExpertWhatIfs,
+    edited_states,
+    expert_layers,
+    expert_weights,
+    without_expert,
+)
+from depthgauge.checkpoints.weights.load import wrap
 
 # name → path of the router in a block, and the layers with experts, written by hand
 ROUTERS = {

@@ -10,11 +10,16 @@ from tiny_models import MODELS, tiny_model, tokens
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints import registered_attention
-from depthgauge.checkpoints.interface import AttentionCall, attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.registered_attention import NAME, layer_plan, register_attention
+from depthgauge.checkpoints.blocks import attention_calls
+from depthgauge.checkpoints.blocks.attention_calls import (
+    FAST_NAME,
+    AttentionCall,
+    attending,
+    layer_plan,
+    register_attention,
+)
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 from depthgauge.fast_attention.remembered import Attention
 from depthgauge.results.checkpoint_subject import FastPlan
 
@@ -37,7 +42,7 @@ def test_the_implementation_agrees_with_eager_attention(name: str, padded: bool)
     model.set_attn_implementation("eager")
     stock = final(model, ids, mask)
     register_attention(1e-6)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(FAST_NAME)
     ours = final(model, ids, mask)
     real = slice(None) if mask is None else mask.bool()
     assert (ours - stock)[real].abs().max() < 3e-5 * stock[real].abs().max()
@@ -55,9 +60,9 @@ def test_small_scores_use_a_polynomial_within_the_tolerance(name: str, monkeypat
             outputs.append((exact, rough, v))
             return rough
 
-    monkeypatch.setattr(registered_attention, "Attention", Forced)
+    monkeypatch.setattr(attention_calls, "Attention", Forced)
     register_attention(1e-2)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(FAST_NAME)
     final(model, ids)
     assert len(outputs) == 3
     for exact, rough, v in outputs:
@@ -74,12 +79,12 @@ def test_every_layer_has_an_object_that_ends_with_its_model(monkeypatch: pytest.
             super().__init__(tolerance)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(registered_attention, "Attention", Watched)
+    monkeypatch.setattr(attention_calls, "Attention", Watched)
     register_attention(1e-2)
     before = len(made)
     models = [tiny_model("llama") for _ in range(2)]
     for model in models:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(FAST_NAME)
         for _ in range(2):
             final(model, tokens())
     assert len(made) - before == sum(model.config.num_hidden_layers for model in models)
@@ -92,7 +97,7 @@ def test_every_layer_has_an_object_that_ends_with_its_model(monkeypatch: pytest.
 def test_unsupported_arguments_raise_an_error() -> None:
     model = tiny_model("llama")
     register_attention()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(FAST_NAME)
     with pytest.raises(InputError, match="'depthgauge' does not support s_aux"):
         model(input_ids=tokens(), s_aux=torch.zeros(4))
     with pytest.raises(InputError, match="tolerance must be a positive number"):

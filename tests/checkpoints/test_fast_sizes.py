@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints import circuits, interface
-from depthgauge.checkpoints.circuits import (
+from depthgauge.checkpoints.blocks import attention_calls, circuits
+from depthgauge.checkpoints.blocks.attention_calls import AttentionCall
+from depthgauge.checkpoints.blocks.circuits import (
     HeadWeights,
     block_sizes,
     circuit_sizes,
@@ -14,9 +15,8 @@ from depthgauge.checkpoints.circuits import (
     largest_from_grams,
     layer_sizes,
 )
-from depthgauge.checkpoints.head_statistics import head_statistics
-from depthgauge.checkpoints.interface import AttentionCall
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.blocks.window_observer import head_statistics
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.monitor import measurement
 from depthgauge.monitor.measurement import RowWatch
 
@@ -91,7 +91,7 @@ def causal(n: int, window: int) -> torch.Tensor:
 def test_row_measures_are_part_of_the_head_statistics(
     masks: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interface, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(attention_calls, "BLOCK_ENTRIES", entries)
     monkeypatch.setattr(measurement, "BLOCK_ENTRIES", entries)
     rows = torch.ones(2, 7, dtype=torch.bool)
     rows[1, 5:] = False

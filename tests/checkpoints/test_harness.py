@@ -13,10 +13,10 @@ from tiny_checkpoints import save_reader
 from tiny_models import tiny_model
 
 from depthgauge.base.progress import no_message, silent
-from depthgauge.checkpoints.cloze import cloze_items
-from depthgauge.checkpoints.harness import TaskError, answer_tasks, load_tasks
-from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.tasks.harness import TaskError, answer_tasks, load_tasks
+from depthgauge.checkpoints.tasks.known_tasks import cloze_items
+from depthgauge.checkpoints.tasks.language import Start
+from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 
 TASKS = Path(__file__).parents[1] / "data" / "tasks"
 ROWS = [json.loads(line) for line in (TASKS / "next_word.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.checkpoints import interface
-from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
-from depthgauge.checkpoints.interface import AttentionCall
+from depthgauge.checkpoints.blocks import attention_calls
+from depthgauge.checkpoints.blocks.attention_calls import AttentionCall
+from depthgauge.checkpoints.blocks.window_observer import STATIC, combine, head_statistics
 
 LEAST = torch.finfo(torch.float64).min
 
@@ -93,7 +93,7 @@ def test_statistics_are_their_definitions(kind: str, seed: int, n: int, heads: i
 def test_statistics_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     call, _ = draw(3, 9, 2, "causal")
     _, whole = head_statistics(call)
-    monkeypatch.setattr(interface, "BLOCK_ENTRIES", 40)
+    monkeypatch.setattr(attention_calls, "BLOCK_ENTRIES", 40)
     assert len(list(call.blocks())) > 4
     _, blocked = head_statistics(call)
     for name, value in whole.to_json().items():

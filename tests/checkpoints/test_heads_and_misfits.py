@@ -14,10 +14,10 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.load import Placement, load_config, load_model
-from depthgauge.checkpoints.source import find, weight_bytes, weight_files
-from depthgauge.checkpoints.stored_weights import count_parameters
+from depthgauge.checkpoints.source.library import quiet
+from depthgauge.checkpoints.source.model_files import find, weight_bytes, weight_files
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model
+from depthgauge.checkpoints.weights.stored_weights import count_parameters
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 

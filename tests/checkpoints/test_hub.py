@@ -13,10 +13,10 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 
 from depthgauge.base.errors import InputError, OutputError
-from depthgauge.checkpoints import load
-from depthgauge.checkpoints.hub import HubName, parse_hub_name, resolve
-from depthgauge.checkpoints.load import Placement, load_config, load_model
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source.hub import HubName, parse_hub_name, resolve
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights import load
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model
 from depthgauge.cli.main import main
 from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.surgery import write_model
@@ -288,7 +288,7 @@ def test_the_card_of_a_shrunk_model_names_its_source(hub: LocalHub, tmp_path: Pa
 def test_the_environment_of_huggingface_hub_is_used(hub: LocalHub, tmp_path: Path) -> None:
     """In new processes: the variables are read when huggingface_hub is imported."""
     home = tmp_path / "home"
-    script = "from depthgauge.checkpoints.hub import resolve; print(resolve('org/plain').path)"
+    script = "from depthgauge.checkpoints.source.hub import resolve; print(resolve('org/plain').path)"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(home), "HF_ENDPOINT": hub.endpoint}
     for offline in ("0", "1"):
         found = subprocess.run(

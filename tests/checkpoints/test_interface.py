@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 
-from depthgauge.checkpoints import interface
-from depthgauge.checkpoints.head_statistics import head_statistics
-from depthgauge.checkpoints.interface import AttentionCall, attending, attention_call, register
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.blocks import attention_calls
+from depthgauge.checkpoints.blocks.attention_calls import AttentionCall, attending, attention_call, register
+from depthgauge.checkpoints.blocks.window_observer import head_statistics
+from depthgauge.checkpoints.source.library import quiet
 
 
 def final(model: object, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -64,8 +64,8 @@ def test_without_the_mask_function_outputs_are_wrong(name: str, monkeypatch: pyt
     model.set_attn_implementation("eager")
     stock = final(model, ids, mask)
     register()
-    monkeypatch.setattr(interface, "register", lambda: None)
-    monkeypatch.delitem(type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping, interface.NAME)
+    monkeypatch.setattr(attention_calls, "register", lambda: None)
+    monkeypatch.delitem(type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping, attention_calls.NAME)
     with attending(model) as session:
         session.begin()
         maskless = final(model, ids, mask)
@@ -96,7 +96,7 @@ def test_blocks_of_rows_make_up_the_whole_matrix(monkeypatch: pytest.MonkeyPatch
     call = AttentionCall(0, q, k, v, mask, 0.7, softcap=1.5)
     scores = torch.tanh(0.7 * q @ k.mT / 1.5) * 1.5 + mask
     for entries in (1, 100, 10**6):
-        monkeypatch.setattr(interface, "BLOCK_ENTRIES", entries)
+        monkeypatch.setattr(attention_calls, "BLOCK_ENTRIES", entries)
         blocks = list(call.blocks())
         assert torch.allclose(torch.cat([b.p for b in blocks], dim=-2), scores.softmax(-1), atol=1e-7)
         assert all(b.p.numel() <= max(entries, 42) for b in blocks)

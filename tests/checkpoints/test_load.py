@@ -14,27 +14,19 @@ from tiny_gguf import write_gguf
 from tiny_models import tiny_model, tokens
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints import load
-from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.blocks.attention_calls import attending
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.blocks.probe import Probed, probe
 from depthgauge.checkpoints.inputs import text_files as text
-from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.library import short
-from depthgauge.checkpoints.load import (
-    Placement,
-    check_memory,
-    context_length,
-    load_config,
-    load_model,
-    load_tokenizer,
-    wrap,
-)
-from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.probe import Probed, probe
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import plan_start
-from depthgauge.checkpoints.stored_weights import count_parameters
-from depthgauge.checkpoints.windows import read_windows, special_tokens
+from depthgauge.checkpoints.inputs.windows import read_windows, special_tokens
+from depthgauge.checkpoints.source.hub import resolve
+from depthgauge.checkpoints.source.library import short
+from depthgauge.checkpoints.source.model_class import context_length
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.tasks.language import plan_start
+from depthgauge.checkpoints.weights import load
+from depthgauge.checkpoints.weights.load import Placement, check_memory, load_config, load_model, load_tokenizer, wrap
+from depthgauge.checkpoints.weights.stored_weights import count_parameters, free_memory
 from depthgauge.results.labels import WHAT_IFS
 
 HERE = Placement(device="cpu")
@@ -284,10 +276,10 @@ def test_attention_with_sinks_is_not_observable() -> None:
 
 
 def test_a_model_with_unsupported_attention_is_not_observable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from depthgauge.checkpoints import interface
+    from depthgauge.checkpoints.blocks import attention_calls
 
-    plain = interface.attention_call
-    monkeypatch.setattr(interface, "attention_call", lambda q, *rest: plain(1.5 * q, *rest))
+    plain = attention_calls.attention_call
+    monkeypatch.setattr(attention_calls, "attention_call", lambda q, *rest: plain(1.5 * q, *rest))
     found = probe(wrap(tiny_model("llama")), tokens(batch=1))
     assert re.match(r"LlamaForCausalLM uses another form of attention: .* got 3 calls", found.attention or "")
     assert found.blocks is None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.checkpoints.mean_interval import LEVEL, interval_ends, mean_interval
+from depthgauge.checkpoints.tasks.confidence import LEVEL, interval_ends, mean_interval
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
 
 

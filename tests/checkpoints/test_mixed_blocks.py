@@ -9,16 +9,15 @@ from edited_outputs import edited_outputs
 from tiny_models import tiny_model, tokens
 from torch import Tensor
 
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.interface import Session
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.scores import SublayerScores, added_influence
-from depthgauge.checkpoints.what_if import layers_of
-from depthgauge.surgery.verify_removal import first_removable
+from depthgauge.checkpoints.blocks.attention_calls import Session
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.blocks.probe import derived, probe
+from depthgauge.checkpoints.blocks.what_if import layers_of
+from depthgauge.checkpoints.blocks.window_observer import SublayerScores, added_influence
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.weights.families import Family
+from depthgauge.checkpoints.weights.load import wrap
+from depthgauge.surgery.student import first_removable
 
 QWEN = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj")
 DELTA = replace(QWEN, attention="linear_attn", out="linear_attn.out_proj")

@@ -9,10 +9,10 @@ import torch
 from scipy import stats
 from tiny_models import DECODERS, tiny_model
 
-from depthgauge.checkpoints import model_samples
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.model_samples import draw, even_rows, fitting_rows, ordinary_tokens, sample_windows
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.tasks import language
+from depthgauge.checkpoints.tasks.language import draw, even_rows, fitting_rows, ordinary_tokens, sample_windows
+from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 
 
 def tiny(name: str, **settings: Any) -> Checkpoint:
@@ -188,10 +188,10 @@ def test_progress_and_the_number_of_rows() -> None:
     assert {total for _, total, _ in seen} == {12}
     assert seen[0][2] == "sample windows 1–2 of 5"
     assert seen[-1][2] == "sample windows 5–5 of 5"
-    assert fitting_rows(checkpoint, 64, 2**40) == model_samples.MOST_ROWS >= 32
+    assert fitting_rows(checkpoint, 64, 2**40) == language.MOST_ROWS >= 32
     per_row = 2 * 3 * 2 * 4 * 64 * 4 + 40 * 32  # keys and values of 3 layers with 2 heads of 4, and the logits
     for holds, expected in ((128, 128), (127, 64), (33, 32), (1.5, 1), (0.1, 1)):
-        assert fitting_rows(checkpoint, 64, int(holds * per_row / model_samples.MEMORY_SHARE)) == expected
+        assert fitting_rows(checkpoint, 64, int(holds * per_row / language.MEMORY_SHARE)) == expected
     assert [even_rows(n, 32) for n in (1, 32, 33, 96, 100)] == [1, 32, 17, 32, 25]
 
 

@@ -10,15 +10,13 @@ from tiny_pairs import paired_model
 from torch import Tensor, nn
 
 from depthgauge.base.progress import silent
-from depthgauge.checkpoints import dense_states
-from depthgauge.checkpoints.block_lists import with_stack
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.model_output import model_output, window_losses
-from depthgauge.checkpoints.samples import Inputs, Samples
-from depthgauge.checkpoints.what_if import Edit, edited_losses, layers_of
+from depthgauge.checkpoints.blocks import what_if
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.model_output import model_output, window_losses
+from depthgauge.checkpoints.blocks.probe import derived
+from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, Objective, edited_losses, encoded, layers_of
+from depthgauge.checkpoints.inputs.samples import Inputs, Samples
+from depthgauge.checkpoints.weights.load import Checkpoint, with_stack, wrap
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
 
 KINDS = ("block", "attention", "mlp", "parallel")
@@ -108,8 +106,8 @@ def test_models_that_do_not_fit_into_memory_are_measured_in_several_passes(monke
     dense = DenseStates(runner, ids)
     objective, models = Objective(runner, ids, dense.final), [(Edit(layer, "mlp"),) for layer in range(3)]
     (whole,) = edited_losses(objective, dense, models)
-    room = int(2.5 * 3 * dense.final.numel() * dense.final.itemsize / dense_states.STATES_SHARE)
-    monkeypatch.setattr(dense_states, "free_memory", lambda _: room)
+    room = int(2.5 * 3 * dense.final.numel() * dense.final.itemsize / what_if.STATES_SHARE)
+    monkeypatch.setattr(what_if, "free_memory", lambda _: room)
     first, second = edited_losses(objective, dense, models)
     assert (len(first), len(second)) == (2, 1)
     assert all(torch.allclose(losses, whole[edits]) for edits, losses in {**first, **second}.items())

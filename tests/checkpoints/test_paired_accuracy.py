@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.paired_accuracy import (
+from depthgauge.checkpoints.tasks.confidence import (
     accuracy_record,
     difference_interval,
     largest_fall,

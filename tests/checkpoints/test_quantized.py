@@ -12,9 +12,9 @@ from tiny_shrinks import quick
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.checkpoints.hub import resolve
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Placement, load_config, load_model
+from depthgauge.checkpoints.source.hub import resolve
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model
 
 SAVED = {"fp8": save_fp8, "mxfp4": save_mxfp4}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}

@@ -15,11 +15,10 @@ from written_models import write_model
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
-from depthgauge.checkpoints.reads_text import LEAST_WINDOW, UnreadableTextError, reading_loss
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.tasks.language import LEAST_WINDOW, Start, UnreadableTextError, reading_loss
+from depthgauge.checkpoints.weights.load import Placement, load_tokenizer, wrap
 from depthgauge.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("forked_verification")

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import MODELS, tiny_model, tokens
 
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
+from depthgauge.checkpoints.blocks.attention_calls import attending
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.blocks.window_observer import SublayerScores, angular_distance, block_influence, spearman
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 
 
 def influence(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -11,9 +11,15 @@ from tiny_gguf import write_gguf
 from transformers import LlamaConfig
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
-from depthgauge.checkpoints.source import file_digests, find, gguf_metadata, piece_names, weight_bytes
-from depthgauge.checkpoints.stored_weights import count_parameters, stored_dtype
+from depthgauge.checkpoints.source.model_files import (
+    file_digests,
+    find,
+    gguf_metadata,
+    piece_names,
+    weight_bytes,
+)
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.weights.stored_weights import count_parameters, stored_dtype
 from depthgauge.workflows.gauge import gauge
 from depthgauge.workflows.shrink import shrink
 

@@ -14,11 +14,11 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
-from depthgauge.checkpoints.source import find, gguf_metadata
-from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
-from depthgauge.checkpoints.windows import special_tokens
+from depthgauge.checkpoints.inputs.windows import special_tokens
+from depthgauge.checkpoints.source.library import quiet
+from depthgauge.checkpoints.source.model_files import find, gguf_metadata
+from depthgauge.checkpoints.tasks.language import Start, measure_start, plan_start
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
 from depthgauge.results.shrink_options import make_shrink_options
 from depthgauge.surgery.open_model import open_model, read_model
 
@@ -104,7 +104,7 @@ def test_what_decides_is_printed(monkeypatch: pytest.MonkeyPatch, gains: list[fl
         scale = -torch.log((losses.exp() - 1) / 39)
         return torch.nn.functional.one_hot(ids.roll(-1, dims=1), 40) * scale[:, None, None]
 
-    monkeypatch.setattr("depthgauge.checkpoints.start_token.model_output", output)
+    monkeypatch.setattr("depthgauge.checkpoints.tasks.language.model_output", output)
     model = tiny_model("llama")
     undecided = Start((), (), False, "", candidate=0)
     decided = measure_start(undecided, Checkpoint("m", model, model.config, "loss", ()), Letters())
@@ -139,7 +139,7 @@ def test_the_verbs_agree_where_it_is_measured(tmp_path: Path, seed: int) -> None
     source = find(path)
     model = load_model(source, load_config(source, HERE), HERE).model
     tokenizer = load_tokenizer(source, HERE)
-    passage = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_text("utf-8")
+    passage = resources.files("depthgauge.checkpoints.inputs").joinpath("text.txt").read_text("utf-8")
     ids = tokenizer(passage, add_special_tokens=False)["input_ids"]
     gains = []
     for window in range(8):

@@ -23,13 +23,12 @@ from transformers import modeling_gguf_pytorch_utils as gguf_utils
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import silent
-from depthgauge.checkpoints import load
-from depthgauge.checkpoints.block_lists import blocks_of
-from depthgauge.checkpoints.circuits import HeadWeights
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model
-from depthgauge.checkpoints.source import Source, find
-from depthgauge.checkpoints.stream import Stream, reader
+from depthgauge.checkpoints.blocks.circuits import HeadWeights
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_files import Source, find
+from depthgauge.checkpoints.weights import load
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, blocks_of, fitted, load_config, load_model
+from depthgauge.checkpoints.weights.stored_weights import Stream, reader
 from depthgauge.cli.main import main
 from depthgauge.workflows import gauge_checkpoint
 from depthgauge.workflows.gauge_checkpoint import measure_weights

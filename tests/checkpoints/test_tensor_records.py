@@ -10,12 +10,12 @@ import torch
 from tiny_models import tiny_model, tokens
 
 from depthgauge.base.array_record import ArrayRecord
-from depthgauge.checkpoints.circuits import HeadWeights
-from depthgauge.checkpoints.head_statistics import HeadStatistics, head_statistics
-from depthgauge.checkpoints.interface import AttentionCall, attending
-from depthgauge.checkpoints.layers import Pass, Stack
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.windows import Windows
+from depthgauge.checkpoints.blocks.attention_calls import AttentionCall, attending
+from depthgauge.checkpoints.blocks.block_runner import Pass, Stack
+from depthgauge.checkpoints.blocks.circuits import HeadWeights
+from depthgauge.checkpoints.blocks.window_observer import HeadStatistics, head_statistics
+from depthgauge.checkpoints.inputs.windows import Windows
+from depthgauge.checkpoints.weights.load import wrap
 
 
 def call(seed: int = 0) -> AttentionCall:

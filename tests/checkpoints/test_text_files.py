@@ -23,7 +23,7 @@ from depthgauge.checkpoints.inputs.text_files import (
     read_text,
     split_field,
 )
-from depthgauge.checkpoints.windows import tokenize_text
+from depthgauge.checkpoints.inputs.windows import tokenize_text
 
 PLAIN = {
     "fortune": 'A day without sunshine is like night.\n%\nHe said, "no", and left.\n\t\t-- Anonymous, 1902\n%\n{sic}\n',
@@ -72,7 +72,7 @@ def test_our_own_files_are_read() -> None:
     """The built-in text, all Python sources and all documents of the project."""
     assert find_text(None).name == "the built-in text"
     package = Path(depthgauge.__file__).parent
-    files = [*package.rglob("*.py"), package / "checkpoints" / "text.txt"]
+    files = [*package.rglob("*.py"), package / "checkpoints" / "inputs" / "text.txt"]
     assert len(files) > 100
     for path in [*files, *package.parents[1].glob("docs/**/*.md")]:
         assert find_text(path) == TextFile(path)

@@ -5,12 +5,19 @@ import torch
 from tiny_models import MODELS, tiny_model, tokens
 
 import depthgauge as dg
-from depthgauge.checkpoints.circuits import CircuitSizes, HeadWeights, circuit_sizes, head_weights
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.interface import AttentionCall, attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.regime import TOLERANCE, corrected_bound, regime
+from depthgauge.checkpoints.blocks.attention_calls import AttentionCall, attending
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.blocks.circuits import (
+    TOLERANCE,
+    CircuitSizes,
+    HeadWeights,
+    circuit_sizes,
+    corrected_bound,
+    head_weights,
+    regime,
+)
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.linalg.norms import column_norm, composite_norm
 from depthgauge.theory.network.random_networks import uniform_inputs

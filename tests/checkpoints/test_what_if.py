@@ -12,15 +12,12 @@ from tiny_models import DECODERS, ENCODERS, MODELS, cross_entropy, tiny_model, t
 from torch import Tensor, nn
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import DenseStates
-from depthgauge.checkpoints.families import FAMILIES
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.model_output import window_losses
-from depthgauge.checkpoints.what_if import Edit, edited_states, layers_of
+from depthgauge.checkpoints.blocks.attention_calls import attending
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack
+from depthgauge.checkpoints.blocks.model_output import window_losses
+from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, edited_states, layers_of
+from depthgauge.checkpoints.weights.families import FAMILIES, find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.results.gauge_options import chosen_kinds
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 
@@ -189,7 +186,7 @@ def test_the_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         out = model(input_ids=ids[:, :60], labels=ids[:, :60])
     for entries in (1, 300, 10**6):
-        monkeypatch.setattr("depthgauge.checkpoints.model_output._ENTRIES", {"cpu": entries})
+        monkeypatch.setattr("depthgauge.checkpoints.blocks.model_output._ENTRIES", {"cpu": entries})
         found = window_losses("loss", out.logits, ids[:, :60], out.logits)
         assert float(found) == pytest.approx(float(out.loss), rel=1e-5)
 

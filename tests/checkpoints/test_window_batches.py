@@ -13,7 +13,7 @@ from tiny_shrinks import quick, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from depthgauge.checkpoints.window_batches import WindowBatches
+from depthgauge.checkpoints.blocks.model_output import WindowBatches
 from depthgauge.surgery.repair import refit
 
 

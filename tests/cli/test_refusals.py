@@ -13,9 +13,8 @@ from tiny_checkpoints import save_checkpoint
 from tiny_gguf import write_gguf
 from tiny_speech import save_wave
 
-from depthgauge.checkpoints.config_file import check_config, is_known
-from depthgauge.checkpoints.gguf_header import check_gguf
-from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_files import check_config, check_gguf, is_known
 
 # Runs each command of a JSON list and prints for each: its exit code, its error, and the slow modules that it imported.
 SCRIPT = """

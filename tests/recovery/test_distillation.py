@@ -9,7 +9,7 @@ import torch
 from tiny_distillation import BATCH, ORDER, PLAIN, RATE, STEPS, WINDOW, pair_of, train
 from torch.nn import functional
 
-from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.recovery import distillation, divergence
 from depthgauge.recovery.distillation import MEASURED, Trained, Training, step_windows
 from depthgauge.recovery.divergence import SELECT, TRAIN, Pair

@@ -13,12 +13,11 @@ from tiny_checkpoints import WORDS, save_tokenizer, text_of
 from tiny_models import tiny_model
 
 from depthgauge.base.errors import InputError, MissingPackageError
-from depthgauge.checkpoints.hub_data import HubData, find_data
 from depthgauge.checkpoints.inputs import text_files
-from depthgauge.checkpoints.inputs.text_files import TextFile, find_text
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.inputs.text_files import HubData, TextFile, find_general, find_text
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.tasks.language import Start
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.recovery import training_data as made_here
 from depthgauge.recovery.held_runs import RUN, HeldRuns
 from depthgauge.recovery.training_data import RecoveryData, training_data
@@ -300,20 +299,20 @@ def on_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_of_general_texts(write: Any, on_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_data("a/b@1f2e") == HubData("a/b", "1f2e")
-    assert find_data("a/b-c.d@v1.0:body") == HubData("a/b-c.d", "v1.0", "body")
-    assert find_data(write("w1 w2")) == TextFile(Path(write("w1 w2")))
+    assert find_general("a/b@1f2e") == HubData("a/b", "1f2e")
+    assert find_general("a/b-c.d@v1.0:body") == HubData("a/b-c.d", "v1.0", "body")
+    assert find_general(write("w1 w2")) == TextFile(Path(write("w1 w2")))
     Path("org/file@1.txt").write_text("w1")
-    assert find_data("org/file@1.txt") == TextFile(Path("org/file@1.txt"))
+    assert find_general("org/file@1.txt") == TextFile(Path("org/file@1.txt"))
     for given in ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb-edu:text"):
         with pytest.raises(InputError) as raised:
-            find_data(given)
+            find_general(given)
         for words in (
             f"{given} is no file here", "the result must be reproducible", "give HuggingFaceFW/fineweb-edu@COMMIT",
         ):  # fmt: skip
             assert words in str(raised.value)
     with pytest.raises(InputError, match="cannot read text a/b@1: No such file"):
-        find_data("./a/b@1")
+        find_general("./a/b@1")
 
 
 def test_a_data_set_is_streamed(teacher: Checkpoint, tokenizer: Any, write: Any, on_hub: Path) -> None:

@@ -21,7 +21,7 @@ from depthgauge.results.recover_document import recover_document
 from depthgauge.results.recover_record import check_recover
 from depthgauge.results.shrink_document import shrink_document
 from depthgauge.results.shrink_record import check_shrink
-from depthgauge.surgery.model_card import markdown, model_card
+from depthgauge.surgery.write_shrunk import markdown, model_card
 
 DATA = Path(__file__).parents[1] / "data"
 SHRUNK = {

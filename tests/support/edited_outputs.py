@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import DenseStates
-from depthgauge.checkpoints.interface import Session
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.samples import Inputs
-from depthgauge.checkpoints.what_if import Edit, edited_states
+from depthgauge.checkpoints.blocks.attention_calls import Session
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, edited_states
+from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.weights.load import Checkpoint
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
+from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import (
     AccuracyRecord,

@@ -16,7 +16,7 @@ from tiny_vision import save_images, save_processor
 
 import depthgauge as dg
 from depthgauge.base.errors import DepthgaugeError
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.source.library import quiet
 from depthgauge.surgery import speed, student, verify
 
 WINDOW, SAMPLES, NO = 16, 73, "–"

@@ -8,9 +8,9 @@ import torch
 from layered_models import layered_model
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.probe import derived
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.surgery.repair import output_maps
 
 LAYER = 1

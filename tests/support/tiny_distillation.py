@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.recovery.distillation import Trained, Training, distil
 from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair
 from depthgauge.recovery.recover_model import trained_weights

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tiny_checkpoints import WORDS, save_tokenizer
 
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.source.library import quiet
 
 _SPECIAL = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 2}
 # name → (model class, configuration class, settings); both have 4 blocks in the encoder and 3 in the decoder

@@ -6,8 +6,8 @@ import torch
 from tiny_checkpoints import SPECIAL, WORDS, save_tokenizer
 from trained_models import LAYERS, sequences, trained_model
 
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.source.library import quiet
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.surgery.extract import extract
 
 WINDOW = 24

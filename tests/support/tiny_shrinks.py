@@ -8,7 +8,7 @@ import torch
 from tiny_checkpoints import save_tokenizer
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.source.library import quiet
 from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import ShrinkResult, shrink
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tiny_checkpoints import WORDS, save_tokenizer
 
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.source.library import quiet
 
 RATE = 16000
 """Samples per second that the feature extractor expects."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.source.library import quiet
 
 SIZE = 8
 LABELS = ("cat", "dog", "fox")

@@ -10,7 +10,7 @@ import torch
 from tiny_models import ENCODERS, tiny_model
 from tiny_training import VOCABULARY, batches
 
-from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.checkpoints.blocks.model_output import model_output, window_losses
 from depthgauge.surgery.student import Student
 
 LAYERS, STEPS = 5, 60

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.surgery.write_model import written_model
 
 

@@ -7,10 +7,10 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import MODELS, OTHERS, tiny_model, tokens
 
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_model, tokens
 
 from depthgauge.base.journal import Journal
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.results.shrink_record import SearchStep
 from depthgauge.surgery.block_search import RUN, Search
 from depthgauge.surgery.student import Effort, Student
@@ -77,7 +77,7 @@ def test_one_pass_over_the_blocks_measures_all_sets(monkeypatch: pytest.MonkeyPa
     assert work.means_without([(1, 4)], 2)[1, 4] == pytest.approx(loss_without(checkpoint, {1, 4}, ids[:2]))
     assert applied == [*range(1, 6), 2, 3, 5]
     work.journal.entries.clear()
-    monkeypatch.setattr("depthgauge.checkpoints.dense_states.free_memory", lambda device: 0)
+    monkeypatch.setattr("depthgauge.checkpoints.blocks.what_if.free_memory", lambda device: 0)
     assert work.means_without(sets) == pytest.approx(found, rel=1e-6)  # without memory, one set after the other
     assert found == pytest.approx({removed: loss_without(checkpoint, {*removed}, ids) for removed in sets}, rel=1e-5)
 

@@ -14,13 +14,21 @@ from tiny_models import tiny_model
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs import text_files as reading
 from depthgauge.checkpoints.inputs.text_files import find_text, find_texts
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.windows import read_windows
+from depthgauge.checkpoints.inputs.windows import read_windows
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.tasks.language import Start
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.surgery import calibration as parts
-from depthgauge.surgery.calibration import Calibration, prepare_calibration, windows_digest
-from depthgauge.surgery.cut_texts import PARTS, CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
+from depthgauge.surgery.calibration import (
+    PARTS,
+    Calibration,
+    CalibrationRequest,
+    CalibrationSizes,
+    CutTexts,
+    cut_texts,
+    prepare_calibration,
+    windows_digest,
+)
 
 SIZES = CalibrationSizes(fit=10, select=6, certify=12)
 BOS = ((1,), ())
@@ -276,7 +284,7 @@ def test_short_texts_are_refused_with_the_window_that_works(
     path = write("t", text_of(words))
     with pytest.raises(InputError, match=r"use a longer text$"):  # a window of 15 tokens is no advice
         prepare(decoder, tokenizer, [path])
-    monkeypatch.setattr("depthgauge.checkpoints.windows.SHORT_WINDOW", 8)
+    monkeypatch.setattr("depthgauge.checkpoints.inputs.windows.SHORT_WINDOW", 8)
     with pytest.raises(InputError) as caught:
         prepare(decoder, tokenizer, [path])
     said = str(caught.value)
@@ -295,7 +303,7 @@ def test_short_texts_are_refused_with_the_window_that_works(
 def test_the_recommended_window_works_for_all_texts(
     decoder: Checkpoint, tokenizer: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("depthgauge.checkpoints.windows.SHORT_WINDOW", 8)
+    monkeypatch.setattr("depthgauge.checkpoints.inputs.windows.SHORT_WINDOW", 8)
     repeated = " ".join([text_of(100)] * 3)  # windows of 10 and of 20 tokens repeat, most others do not
     texts = [write("a", text_of(2000)), write("b", text_of(130, seed=1)), write("c", repeated)]
     sizes = CalibrationSizes(18, 9, 9)

@@ -11,7 +11,7 @@ from tiny_models import DECODERS, MODELS, tiny_model
 from trained_models import objective_of, sequences, trained_model
 
 from depthgauge.base.journal import Journal
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.recovery import recover_model
 from depthgauge.recovery.distillation import TrainingMemoryError, step_windows
 from depthgauge.recovery.recover_model import Recovery
@@ -19,8 +19,7 @@ from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_options import Amount
 from depthgauge.surgery import candidates as module
 from depthgauge.surgery.block_search import GREEDY, PEERS, Search
-from depthgauge.surgery.candidates import Candidates, Repaired, difference
-from depthgauge.surgery.shrunk_model import make_model
+from depthgauge.surgery.candidates import Candidates, Repaired, difference, make_model
 from depthgauge.surgery.student import Effort, Student
 
 SMALL = Effort(48, 24, 60, 12, 10**6, 4, 2, 24)

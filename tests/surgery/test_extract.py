@@ -12,11 +12,11 @@ from tiny_gguf import write_gguf
 from tiny_models import MODELS, tiny_model, tokens
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.blocks.attention_calls import attending
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, wrap
 from depthgauge.surgery.extract import _places, extract, require_supported, shrunk_config
 
 KEPT = [(0, 2, 5), (1, 3, 4), (5,), (0, 1, 2, 3, 4, 5)]

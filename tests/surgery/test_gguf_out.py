@@ -16,17 +16,25 @@ from tiny_models import tokens
 
 from depthgauge.base.errors import InputError, VerificationError
 from depthgauge.base.progress import silent
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.gguf_layout import Arrangement, GgufLayout, decode, encode, match_weights, read_layout
-from depthgauge.surgery.gguf_rounding import round_changed, round_map
-from depthgauge.surgery.output_names import WRITTEN
+from depthgauge.surgery.gguf_layout import (
+    Arrangement,
+    GgufLayout,
+    check_written,
+    decode,
+    encode,
+    match_weights,
+    read_layout,
+    shrunk_fields,
+)
+from depthgauge.surgery.gguf_layout import write_gguf as write_file
+from depthgauge.surgery.repair import round_changed, round_map
 from depthgauge.surgery.student import EFFORT, Student
-from depthgauge.surgery.verify_gguf import LlamaComparison, _reason, compare_with_llama, require_same
-from depthgauge.surgery.write_gguf import check_written, shrunk_fields
-from depthgauge.surgery.write_gguf import write_gguf as write_file
+from depthgauge.surgery.verify import LlamaComparison, _reason, compare_with_llama, require_same
+from depthgauge.surgery.write_model import WRITTEN
 
 HERE = Placement(device="cpu")
 MIXED = {"attn_output": "Q4_1", "ffn_down": "Q4_K", "ffn_up": "Q5_0", "attn_q": "Q8_0", "attn_k": "F16"}

@@ -8,12 +8,12 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import tokens
 
-from depthgauge.checkpoints import model_output
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import Objective
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.model_output import token_losses
+from depthgauge.checkpoints.blocks import model_output
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.model_output import token_losses
+from depthgauge.checkpoints.blocks.what_if import Objective
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 
 IDS = tokens(count=9, batch=5)
 KEPT = [0, 1, 4, 5]

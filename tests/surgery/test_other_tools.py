@@ -12,8 +12,8 @@ from tiny_checkpoints import save_checkpoint
 from tiny_models import tiny_model
 from torch import nn
 
-from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, load_tokenizer
 from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.write_shrunk import mergekit_plan
 

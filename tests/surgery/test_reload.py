@@ -19,10 +19,10 @@ from tiny_models import DECODERS, MODELS, cross_entropy, tokens
 from written_models import write_model
 
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.model_output import relative_distance
-from depthgauge.checkpoints.source import find, weight_bytes
+from depthgauge.checkpoints.blocks.model_output import relative_distance
+from depthgauge.checkpoints.source.model_files import find, weight_bytes
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery import verify
 from depthgauge.surgery.extract import extract

@@ -12,15 +12,15 @@ from tiny_gguf import write_gguf
 from tiny_models import tokens
 from tiny_speech import speech_model
 
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.samples import Samples
+from depthgauge.checkpoints.inputs.samples import Samples
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.results.shrink_record import SpeedRecord
-from depthgauge.surgery import llama_process
+from depthgauge.surgery import fresh_process
 from depthgauge.surgery import speed as module
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.paired_times import PairedTimes
 from depthgauge.surgery.speed import compare_speed, speed_record
-from depthgauge.surgery.verify_gguf import llama_speed
+from depthgauge.surgery.verify import llama_speed
 
 SETTLED = PairedTimes(8, 1.1, 1.08, 1.12, 0.022, 0.02)
 
@@ -149,7 +149,7 @@ def test_files_are_timed_by_the_clock_of_llama(monkeypatch: pytest.MonkeyPatch) 
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "xllamacpp", llama)
     asked = {"files": ["a", "b"], "prompt": list(range(40)), "seconds": 100.0, "context": 64, "threads": 1}
-    found = llama_process.times(asked)
+    found = fresh_process.times(asked)
     assert found["tokens"] == 16
     assert found["prefill"] == pytest.approx((8, 2.0, 2.0, 2.0, 0.032, 0.016))
     assert found["decode"] == pytest.approx((8, 2.0, 2.0, 2.0, 0.02, 0.01))

@@ -5,12 +5,12 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import DERIVED, tiny_model, tokens
 
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.surgery.extract import extract, shrunk_config
-from depthgauge.surgery.verify_removal import first_removable, require_same_output, why_not_removed
+from depthgauge.surgery.student import first_removable, require_same_output, why_not_removed
 
 KEPT = [(0, 2, 5), (0, 1, 3, 4), (1, 3, 4), (4,)]
 

@@ -26,15 +26,14 @@ from written_models import write_model
 
 from depthgauge.base.errors import InputError, OutputError
 from depthgauge.base.format import ranges
-from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer, wrap
-from depthgauge.checkpoints.source import Source, find
+from depthgauge.checkpoints.source.model_files import Source, find
+from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.results.shrink_record import check_shrink
 from depthgauge.results.shrink_verdicts import guarantee_sentences, texts_caption, times_sentence
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.model_card import model_card
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
-from depthgauge.surgery.write_shrunk import hub_name, mergekit_plan
+from depthgauge.surgery.write_shrunk import hub_name, mergekit_plan, model_card
 
 HERE = Placement(device="cpu")
 

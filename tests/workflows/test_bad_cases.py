@@ -22,12 +22,12 @@ from tiny_shrinks import LAYERS, quick
 from transformers import PreTrainedModel
 
 from depthgauge.base.errors import OutputError
-from depthgauge.checkpoints import dense_states, layers
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import DenseStates
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.source import find, weight_bytes
+from depthgauge.checkpoints.blocks import model_output, what_if
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.what_if import DenseStates
+from depthgauge.checkpoints.source.library import quiet
+from depthgauge.checkpoints.source.model_files import find, weight_bytes
+from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.surgery import write_shrunk
 from depthgauge.workflows.shrink import ShrinkResult
 
@@ -168,16 +168,16 @@ def test_a_model_without_room_beside_the_source_is_checked_on_what_is_left(
 
 def test_a_batch_takes_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    most = layers.batch_size(model, 8, loss=True)
-    monkeypatch.setattr(layers, "free_memory", lambda device: 16 * 4 * 8 * 8 * model.config.hidden_size * 3)
-    assert layers.batch_size(model, 8, loss=True) == 3 < most
+    most = model_output.batch_size(model, 8, loss=True)
+    monkeypatch.setattr(model_output, "free_memory", lambda device: 16 * 4 * 8 * 8 * model.config.hidden_size * 3)
+    assert model_output.batch_size(model, 8, loss=True) == 3 < most
 
 
 def test_states_without_room_in_memory_are_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens(batch=3)
     runner = BlockRunner(wrap(tiny_model("llama")), ids[:1])
     expected = DenseStates(runner, ids)
-    monkeypatch.setattr(dense_states, "free_memory", lambda device=None: 0)
+    monkeypatch.setattr(what_if, "free_memory", lambda device=None: 0)
     mapped = DenseStates(runner, ids)
     assert all(torch.equal(mapped.at(k), expected.at(k)) for k in range(len(runner) + 1))
     if not hasattr(os, "posix_fallocate"):  # macOS

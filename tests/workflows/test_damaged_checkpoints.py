@@ -10,7 +10,7 @@ import pytest
 from damaged_checkpoints import FAMILIES, DamageWorker, save_originals
 
 import depthgauge as dg
-from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.source.library import CheckpointError, attempt
 
 SECONDS = 90
 """A case that takes longer is taken for one that never ends."""

@@ -12,7 +12,7 @@ from tiny_checkpoints import save_checkpoint, save_reader, text_in_order, text_o
 from tiny_shrinks import quick
 
 import depthgauge as dg
-from depthgauge.checkpoints.paired_accuracy import largest_fall
+from depthgauge.checkpoints.tasks.confidence import largest_fall
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 from depthgauge.workflows import evaluate_models as workflow
 

@@ -12,7 +12,7 @@ from tiny_gguf import write_gguf
 
 from depthgauge.cli.main import main
 from depthgauge.results.shrink_record import check_shrink
-from depthgauge.surgery import write_shrunk_gguf as writer
+from depthgauge.surgery import write_shrunk as writer
 from depthgauge.workflows import shrink_stages
 
 SLIDING = "attention.sliding_window_pattern"

@@ -13,9 +13,9 @@ from tiny_vision import LABELS, VISION, image_processor, save_images, save_visio
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.read_data import read_data
+from depthgauge.checkpoints.inputs.samples import read_data
+from depthgauge.checkpoints.weights.families import find_blocks
 from depthgauge.cli.main import main
 from depthgauge.results.gauge_options import GaugeOptions
 

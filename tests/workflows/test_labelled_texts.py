@@ -13,9 +13,8 @@ from tiny_models import tiny_model
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.read_data import read_data
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.samples import Samples
+from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.source.library import quiet
 from depthgauge.results.gauge_options import GaugeOptions
 
 CLASSES = {"bert": "BertForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}

@@ -15,12 +15,12 @@ from tiny_models import cross_entropy, tiny_model
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.base.journal import journal_folder
-from depthgauge.checkpoints import dense_states
-from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.windows import read_windows
+from depthgauge.checkpoints.blocks import what_if
+from depthgauge.checkpoints.blocks.attention_calls import Session, attending
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.inputs.windows import read_windows
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Placement, load_tokenizer, wrap
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
@@ -225,7 +225,7 @@ def test_an_interrupted_gauging_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All windows are measured together, or one by one where memory is short."""
-    monkeypatch.setattr(dense_states, "free_memory", lambda _: free)
+    monkeypatch.setattr(what_if, "free_memory", lambda _: free)
     options = {"what_if": "all"}
     whole = subject_of(folders["llama"], corpus, **options)
     out, calls = tmp_path / "r.json", []

@@ -17,16 +17,14 @@ from trained_models import objective_of
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.block_lists import with_stack
-from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.dense_states import encoded
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.families import Family, Sublayer
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner
+from depthgauge.checkpoints.blocks.probe import derived
+from depthgauge.checkpoints.blocks.what_if import encoded
 from depthgauge.checkpoints.inputs.found_data import FoundData, find_data
-from depthgauge.checkpoints.inputs.read_data import read_data
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.samples import Samples
+from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.weights.families import Family, Sublayer
+from depthgauge.checkpoints.weights.load import with_stack, wrap
 from depthgauge.cli.main import main
 from depthgauge.recovery.distillation import Trained, distil
 from depthgauge.recovery.recover_model import Recovery

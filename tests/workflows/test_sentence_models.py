@@ -13,10 +13,10 @@ from tiny_shrinks import save
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.model_output import POOLING, pooled
-from depthgauge.checkpoints.sentence_pooling import POOLING_MODES, longest_window, pooling_modes
-from depthgauge.checkpoints.windows import read_windows
+from depthgauge.checkpoints.blocks.model_output import POOLING, pooled
+from depthgauge.checkpoints.inputs.windows import read_windows
+from depthgauge.checkpoints.source.library import quiet
+from depthgauge.checkpoints.source.model_class import POOLING_MODES, longest_window, pooling_modes
 from depthgauge.cli.main import main
 
 SMALL = {"window": 16, "device": "cpu"}

@@ -17,9 +17,9 @@ from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_s
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.read_data import SpeechReader, read_data
-from depthgauge.checkpoints.library import quiet
-from depthgauge.checkpoints.samples import Samples
+from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.source.library import quiet
+from depthgauge.checkpoints.weights.load import SpeechReader
 from depthgauge.cli.main import main
 from depthgauge.results.gauge_options import GaugeOptions
 

@@ -13,10 +13,10 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.library import CheckpointError, quiet
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.start_token import MEASURED_LENGTH, MEASURED_WINDOWS
-from depthgauge.checkpoints.windows import Windows, tokenize_text
+from depthgauge.checkpoints.inputs.windows import Windows, tokenize_text
+from depthgauge.checkpoints.source.library import CheckpointError, quiet
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.tasks.language import MEASURED_LENGTH, MEASURED_WINDOWS
 from depthgauge.cli.main import main
 from depthgauge.results.shrink_options import make_shrink_options
 from depthgauge.surgery import open_model as module

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from depthgauge.checkpoints.head_statistics import visible_keys
-from depthgauge.checkpoints.interface import BLOCK_ENTRIES, AttentionCall
+from depthgauge.checkpoints.blocks.attention_calls import BLOCK_ENTRIES, AttentionCall
+from depthgauge.checkpoints.blocks.window_observer import visible_keys
 from depthgauge.results.monitor_record import Probe, ProbedHeads, ProbedLayer
 from depthgauge.results.record import finite
 from depthgauge.theory.measures.quantities import VisibleKeys, row_measures

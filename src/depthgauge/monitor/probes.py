@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import number
-from depthgauge.checkpoints.circuits import block_sizes, layer_sizes
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.interface import AttentionCall, Session, attending, attention_call, register
-from depthgauge.checkpoints.layers import Pass, Stack
-from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.model_output import no_cache, relative_distance
-from depthgauge.checkpoints.probe import relative_difference
-from depthgauge.checkpoints.samples import Inputs
-from depthgauge.checkpoints.scores import SublayerScores
+from depthgauge.checkpoints.blocks.attention_calls import AttentionCall, Session, attending, attention_call, register
+from depthgauge.checkpoints.blocks.block_runner import Pass, Stack
+from depthgauge.checkpoints.blocks.circuits import block_sizes, layer_sizes
+from depthgauge.checkpoints.blocks.model_output import no_cache, relative_distance
+from depthgauge.checkpoints.blocks.probe import derived, relative_difference
+from depthgauge.checkpoints.blocks.window_observer import SublayerScores
+from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 from depthgauge.monitor.measurement import (
     Measurement,
     RowWatch,

@@ -27,7 +27,7 @@ from torch.utils.data import SequentialSampler
 from depthgauge.base.errors import install_command, is_out_of_memory
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
+from depthgauge.checkpoints.source.library import CheckpointError, quiet, transformers
 from depthgauge.recovery.divergence import APART, SELECT, Pair, trained_alone
 from depthgauge.results.record import finite
 from depthgauge.results.recover_options import Amount

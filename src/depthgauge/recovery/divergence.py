@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.layers import batch_size
-from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint
-from depthgauge.checkpoints.model_output import model_output, no_cache, window_losses
-from depthgauge.checkpoints.samples import Inputs, as_samples, shortened
-from depthgauge.checkpoints.window_batches import WindowBatches
+from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output, no_cache, window_losses
+from depthgauge.checkpoints.inputs.samples import Inputs, as_samples, shortened
+from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint
 
 ENTRIES = {"cpu": 2**22, "cuda": 2**26}
 """The most logits that exist at once for each of the two models."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from depthgauge.base.errors import EndedRunError, is_out_of_memory
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.recovery.distillation import Training, distil
 from depthgauge.recovery.divergence import Pair
 

@@ -20,17 +20,13 @@ from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.checkpoints.hub_data import HubData, find_general, hub_documents
-from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.layers import batch_size
-from depthgauge.checkpoints.library import CheckpointError, quiet
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.model_output import model_output, token_losses
-from depthgauge.checkpoints.model_samples import MOST_ROWS, sample_windows
-from depthgauge.checkpoints.samples import Inputs
-from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.window_batches import WindowBatches
-from depthgauge.checkpoints.windows import chat_text, derived_seed, drop_repeated, surround, tokenize_text
+from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output, token_losses
+from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.text_files import HubData, TextFile, find_general, hub_documents
+from depthgauge.checkpoints.inputs.windows import chat_text, derived_seed, drop_repeated, surround, tokenize_text
+from depthgauge.checkpoints.source.library import CheckpointError, quiet
+from depthgauge.checkpoints.tasks.language import MOST_ROWS, Start, sample_windows
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.recovery.held_runs import HeldRuns
 
 PREFIX_SHARE, LEAST_PREFIX = 8, 8

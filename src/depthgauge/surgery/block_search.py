@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from depthgauge.base.format import counted
-from depthgauge.checkpoints.dense_states import DenseStates
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.scores import angular_distance, block_influence
+from depthgauge.checkpoints.blocks.what_if import DenseStates
+from depthgauge.checkpoints.blocks.window_observer import angular_distance, block_influence
+from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
-from depthgauge.surgery.student import Removed, Student
-from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
+from depthgauge.surgery.student import Removed, Student, is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
     "depthgauge",

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.layers import batch_size
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.mean_interval import mean_interval
-from depthgauge.checkpoints.model_output import accuracy, model_output, window_losses
-from depthgauge.checkpoints.window_batches import WindowBatches
+from depthgauge.checkpoints.blocks.model_output import WindowBatches, accuracy, batch_size, model_output, window_losses
+from depthgauge.checkpoints.tasks.confidence import mean_interval
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.results.shrink_record import (
     GuaranteeRecord,
     LabelAccuracy,

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
-from depthgauge.checkpoints.block_lists import blocks_of
-from depthgauge.checkpoints.find_blocks import find_blocks
-from depthgauge.checkpoints.interface import NAME as OBSERVED
-from depthgauge.checkpoints.library import CheckpointError, quiet, short
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.stored_weights import stored_tensors
-from depthgauge.checkpoints.stream import Stream
+from depthgauge.checkpoints.blocks.attention_calls import NAME as OBSERVED
+from depthgauge.checkpoints.source.library import CheckpointError, quiet, short
+from depthgauge.checkpoints.weights.families import find_blocks
+from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of
+from depthgauge.checkpoints.weights.stored_weights import Stream, stored_tensors
 from depthgauge.surgery.write_model import ALIGNED
 
 PER_LAYER = (
@@ -48,7 +46,7 @@ def require_supported(checkpoint: Checkpoint) -> None:
         CheckpointError: the model contains a text model (as Gemma 3 with images does), its class is not part of
             transformers, its weights are quantized, or it has adapters or cross-attention. The message says which.
             Whether the model without a block computes what it should is measured by
-            `verify_removal.first_removable`.
+            `student.first_removable`.
     """
     model, config, name = checkpoint.model, checkpoint.config, checkpoint.name
     if model.config is not config:

@@ -12,10 +12,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge.base.format import counted, number
-from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
-from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
-from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, repeated, shortened
+from depthgauge.checkpoints.blocks.model_output import cached_tensors, decoded, no_cache
+from depthgauge.checkpoints.inputs.samples import Inputs, Samples, as_samples, repeated, shortened
+from depthgauge.checkpoints.source.model_class import context_length
+from depthgauge.checkpoints.weights.load import Checkpoint, wrap
+from depthgauge.checkpoints.weights.stored_weights import free_memory
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 from depthgauge.surgery.paired_times import FEW, WITHIN, PairedTimes, enough, paired_times
 

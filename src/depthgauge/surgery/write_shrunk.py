@@ -1,10 +1,15 @@
-"""Write a shrunk model, after a fresh process has verified it, with its record, model card and plan for mergekit."""
+"""Write a shrunk model, after a fresh process has verified it, with its record, model card and plan for mergekit.
+
+A GGUF file is read by transformers and llama.cpp before it gets its name; its record lies next to it.
+"""
 
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +17,141 @@ import msgspec
 import torch
 from torch import Tensor
 
-from depthgauge.base.format import contiguous
+from depthgauge.base.format import DASH, capital, contiguous, counted, ranges
+from depthgauge.base.io import atomic_file
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Durations
-from depthgauge.checkpoints.inputs.kinds import TEXT
-from depthgauge.checkpoints.load import HEADROOM, Checkpoint, parameter_count
-from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.source import Source, weight_bytes
-from depthgauge.results.shrink_record import ReloadRecord, ShrinkRecord, SpeedRecord
+from depthgauge.checkpoints.inputs.found_data import TEXT
+from depthgauge.checkpoints.inputs.samples import as_samples
+from depthgauge.checkpoints.source.model_files import Source, weight_bytes
+from depthgauge.checkpoints.weights.load import HEADROOM, Checkpoint, parameter_count
+from depthgauge.checkpoints.weights.stored_weights import free_memory
+from depthgauge.results.document import Part, Place, fixed
+from depthgauge.results.gauge_options import BOTH
+from depthgauge.results.labels import of_stack
+from depthgauge.results.shrink_document import shrink_parts
+from depthgauge.results.shrink_record import GIVEN, LLAMA, ReloadRecord, ShrinkRecord, SpeedRecord
+from depthgauge.results.shrink_verdicts import layers_text
+from depthgauge.surgery.candidates import ShrunkModel
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
-from depthgauge.surgery.model_card import model_card
-from depthgauge.surgery.output_names import record_file
-from depthgauge.surgery.verify import FreshProcess, verify_reload
-from depthgauge.surgery.write_model import written_model
+from depthgauge.surgery.gguf_layout import (
+    EncodedTensor,
+    GgufLayout,
+    check_written,
+    provenance,
+    shrunk_fields,
+    write_gguf,
+)
+from depthgauge.surgery.open_model import OpenedModel
+from depthgauge.surgery.verify import (
+    FreshProcess,
+    LlamaComparison,
+    compare_with_llama,
+    llama_speed,
+    not_checked,
+    require_same,
+    verify_reload,
+)
+from depthgauge.surgery.write_model import record_file, written_model
+
+# --- The model card of a shrunk model: its document in Markdown, with the metadata that model hubs read --------------
+
+_DIGITS = 16
+"""How many digits of a SHA-256 the model card shows."""
+
+
+def model_card(record: ShrinkRecord, base_model: str | None) -> str:
+    """Return the model card in Markdown, with the metadata that model hubs read.
+
+    The card is published with the model, so the source model, texts, images, pairs and recordings are named without
+    their directories. `base_model` is the `hub_name` of the source model.
+    """
+    record = _without_directories(record)
+    plan = record.plan
+    name = Path(plan.model).name if plan.hub is None else plan.hub.name
+    model = name if plan.hub is None else plan.hub.target
+    base = [] if base_model is None else [f"base_model: {json.dumps(base_model, ensure_ascii=False)}"]
+    lines = ["---", *base, "library_name: transformers", "tags:", "- depthgauge", "- pruned", "---", ""]
+    lines += [*_summary(record, name), ""]
+    for part in shrink_parts(record):
+        if Place.CARD in part.place:
+            lines += markdown(_with_digests(part, record))
+    lines += [
+        "## How to reproduce",
+        "",
+        "`depthgauge.json` contains the plan, the seeds, the digests of the inputs and all measurements.",
+        "",
+        f"    depthgauge shrink {model} --from-plan depthgauge.json --out smaller",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def markdown(part: Part) -> Iterator[str]:
+    """Yield the lines of one part of a document: its title, sentences, table and caption."""
+    yield from (f"## {part.title}", "")
+    if part.statements:
+        yield from (*(f"- {capital(statement).rstrip('.')}." for statement in part.statements), "")
+    table = part.table_at(Place.CARD)
+    if table is not None:
+        columns = table.brief()
+        yield from (f"{table.title}:", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}")
+        for row in zip(*columns.values(), strict=True):
+            yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
+        yield ""
+    yield from (part.caption, "") if part.caption else ()
+
+
+def _with_digests(part: Part, record: ShrinkRecord) -> Part:
+    """Return the part of the texts with the digest of each, and other parts as they are."""
+    if part.name != "texts" or part.table is None:
+        return part
+    digests = {(one.kind, one.name): f"{one.sha256[:_DIGITS]}…" for one in record.plan.calibration.sources}
+    cells = [fixed(digests.get((one.kind, one.name), DASH)) for one in record.texts]
+    rows = tuple((*row, cell) for row, cell in zip(part.table.rows, cells, strict=True))
+    return replace(part, table=replace(part.table, columns=(*part.table.columns, "SHA-256"), rows=rows))
+
+
+def _without_directories(record: ShrinkRecord) -> ShrinkRecord:
+    """Return a record that names files and directories of the user by the last part of their paths."""
+
+    def bare(one: Any) -> Any:
+        last = os.path.basename(os.path.abspath(one.name))  # of `.`, the name of the directory
+        return msgspec.structs.replace(one, name=last) if one.kind in GIVEN else one
+
+    calibration = record.plan.calibration
+    calibration = msgspec.structs.replace(calibration, sources=tuple(map(bare, calibration.sources)))
+    plan = msgspec.structs.replace(record.plan, calibration=calibration)
+    return msgspec.structs.replace(record, texts=tuple(map(bare, record.texts)), plan=plan)
+
+
+def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
+    order = ", those of the encoder first" if record.plan.stack == BOTH else ""
+    yield f"# {name} with {layers_text(record)}"
+    yield ""
+    yield (
+        f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers"
+        f"{of_stack(record.plan.stack)} of `{name}`: {ranges(record.removed)} (counted from 0{order})."
+    )
+    if record.plan.hub is not None:
+        yield f"The source is the commit {record.plan.hub.commit}."
+    if record.repaired:
+        yield (
+            "The remaining weights were repaired: the maps that write into the residual stream, gains and biases were "
+            "fitted to what the source model computes."
+        )
+    else:
+        yield "The remaining weights are unchanged."
+    if record.recovery is not None and record.recovery.kept:
+        tokens = record.recovery.tokens
+        yield f"The model was then trained on {tokens:,} tokens to predict what the source model predicts."
+    if name.endswith(".gguf"):
+        yield "The source is a quantized GGUF file; its weights were dequantized."
+    yield f"It has {record.parameters.after or 0:,} parameters instead of {record.parameters.before or 0:,}."
+    yield "It loads with transformers and needs no custom code."
+
+
+# --- A directory ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,3 +276,72 @@ def mergekit_plan(name: str, dtype: str, kept: Sequence[int]) -> str:
             f"    layer_range: [{start}, {stop}]",
         ]
     return "\n".join([*lines, "merge_method: passthrough", f"dtype: {dtype}"]) + "\n"
+
+
+# --- A GGUF file ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def checked_gguf(
+    shrunk: ShrunkModel,
+    certifier: Certifier,
+    opened: OpenedModel,
+    out: str | Path,
+    *,
+    overwrite: bool,
+    journal: Journal,
+    durations: Durations,
+    source: LlamaComparison | None,
+) -> Iterator[CheckedModel]:
+    """Write a model as a GGUF file, and check it; the file gets its name at the end of the block.
+
+    transformers must read every weight as it is in memory. Then llama.cpp runs the file, and times it and its
+    source in turns, unless it is not installed. `source` is what llama.cpp makes of the source model; None without it.
+
+    Raises:
+        VerificationError: the file is not the model in memory; nothing is written.
+    """
+    layout, checkpoint, model = opened.stored, opened.checkpoint, shrunk.model
+    assert isinstance(layout, GgufLayout)
+    assert checkpoint.source is not None
+    kept = [layer for layer in range(layout.layers) if layer not in shrunk.removed]
+    fields = shrunk_fields(layout, kept, getattr(model.config, "layer_types", None))
+    name = checkpoint.source.path.name
+    fields |= provenance(layout, name, opened.files.get(name, ""), shrunk.removed)
+    with atomic_file(out, overwrite, journal.result_file()) as path:
+        write_gguf(path, layout, kept, fields, shrunk.encoded, certifier.progress)
+        with durations("reading the file back"):
+            certifier.progress(0, 1, "reading the file back")
+            check_written(path, out, model, checkpoint.stream is not None)
+        if source is None:
+            yield CheckedModel(path, out, path.stat().st_size, None, None, notes=(not_checked(),))
+            return
+        window = as_samples(certifier.inputs).main[0]
+        certifier.progress(0, 1, "the result in llama.cpp")
+        with durations("check in llama.cpp"):
+            found = compare_with_llama(path, model, window)
+        require_same(out, found, source)
+        reload = ReloadRecord(
+            difference=found.difference, layers=len(kept), generation=found.sentence, program=LLAMA,
+            source_difference=source.difference,
+        )  # fmt: skip
+        certifier.progress(0, 1, "speed of both files")
+        with durations("speed"):
+            speed = llama_speed(checkpoint.source.path, path, window)
+        yield CheckedModel(path, out, path.stat().st_size, None, reload, speed=speed)
+
+
+def type_notes(layout: GgufLayout, encoded: Mapping[str, EncodedTensor]) -> list[str]:
+    """Return notes about the types of the tensors in the written file."""
+    if not encoded:
+        return ["all tensors are those of the source file, byte for byte"]
+    moved = Counter(
+        (layout.tensors[name].tensor_type.name, made.kind.name)
+        for name, made in encoded.items()
+        if made.kind != layout.tensors[name].tensor_type
+    )
+    return [
+        f"{counted(count, 'changed tensor')} of the type {before} {'is' if count == 1 else 'are'} written as {after}: "
+        f"gguf-py reads {before} and cannot write it; --gguf-type chooses another type"
+        for (before, after), count in sorted(moved.items())
+    ]

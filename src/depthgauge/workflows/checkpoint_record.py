@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge.checkpoints.circuits import CircuitSizes
-from depthgauge.checkpoints.head_statistics import STATIC, combine
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.mean_interval import mean_interval
-from depthgauge.checkpoints.regime import regime
-from depthgauge.checkpoints.scores import spearman
+from depthgauge.checkpoints.blocks.circuits import CircuitSizes, regime
+from depthgauge.checkpoints.blocks.window_observer import STATIC, combine, spearman
+from depthgauge.checkpoints.tasks.confidence import mean_interval
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.results.checkpoint_subject import (
     CheckpointHead,
     CheckpointLayer,

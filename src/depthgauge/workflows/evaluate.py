@@ -8,10 +8,10 @@ from typing import Any
 from depthgauge.base.errors import InputError, OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.inputs.text_files import find_text, input_paths, split_field
-from depthgauge.checkpoints.source import require_streamable
-from depthgauge.checkpoints.task_names import task_folders
+from depthgauge.checkpoints.source.hub import resolve
+from depthgauge.checkpoints.source.model_files import require_streamable
+from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.write import check_page, page_text
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
 from depthgauge.results.evaluate_record import EvaluateRecord

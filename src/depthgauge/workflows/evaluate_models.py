@@ -15,16 +15,21 @@ from depthgauge._version import __version__
 from depthgauge.base.format import counted
 from depthgauge.base.journal import RECORD
 from depthgauge.base.progress import Step
-from depthgauge.checkpoints.cloze import ClozeText, cloze_items
-from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
-from depthgauge.checkpoints.model_class import loader_of
-from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
-from depthgauge.checkpoints.task_names import lm_eval
-from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, window_losses
+from depthgauge.checkpoints.source.library import CheckpointError, transformers
+from depthgauge.checkpoints.source.model_class import loader_of
+from depthgauge.checkpoints.source.model_files import Source
+from depthgauge.checkpoints.tasks.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
+from depthgauge.checkpoints.tasks.known_tasks import ClozeText, cloze_items, lm_eval
+from depthgauge.checkpoints.tasks.language import (
+    Start,
+    WindowLosses,
+    measure_start,
+    plan_start,
+    text_windows,
+    window_losses,
+)
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
 from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text
@@ -138,7 +143,7 @@ def evaluation_record(
 ) -> EvaluateRecord:
     """Compare what was measured of the models, item by item, with the first of them."""
     # It imports scipy.stats, which takes about a second; `shrink` without tasks does not need it.
-    from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
+    from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
 
     confidence, dense = work.settings.confidence, found[0]
     tasks, main = [], []
@@ -215,7 +220,7 @@ def tasks_after(asked: str | None, device: torch.device, objective: str) -> str 
 
 def fall_warnings(before: ModelAnswers, after: ModelAnswers) -> list[str]:
     """Return a warning for each task that the recovered model answers worse than before, surely, item by item."""
-    from depthgauge.checkpoints.paired_accuracy import accuracy_record
+    from depthgauge.checkpoints.tasks.confidence import accuracy_record
 
     found = []
     for name, answers in after.answers.items():

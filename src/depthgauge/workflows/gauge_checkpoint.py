@@ -9,46 +9,56 @@ from torch import Tensor
 
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
-from depthgauge.checkpoints.block_runner import BlockRunner, tokens_of
-from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
-from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded, states_in_memory
-from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
-from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.inputs.kinds import TEXT
-from depthgauge.checkpoints.inputs.read_data import GivenWindows, load_reader, prepared, read_data
-from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import (
+from depthgauge.checkpoints.blocks.attention_calls import Session, attending
+from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack, tokens_of
+from depthgauge.checkpoints.blocks.circuits import CircuitSizes, circuit_sizes, head_weights
+from depthgauge.checkpoints.blocks.model_output import require_output
+from depthgauge.checkpoints.blocks.probe import Probed, derived, probe
+from depthgauge.checkpoints.blocks.what_if import (
+    DenseStates,
+    Edit,
+    Edits,
+    ExpertWhatIfs,
+    Objective,
+    edited_losses,
+    encoded,
+    expert_layers,
+    layers_of,
+    states_in_memory,
+)
+from depthgauge.checkpoints.blocks.window_observer import observe_blocks, observe_window
+from depthgauge.checkpoints.inputs.found_data import TEXT
+from depthgauge.checkpoints.inputs.samples import GivenWindows, Inputs, Samples, as_samples, read_data
+from depthgauge.checkpoints.inputs.windows import Windows, read_windows
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_class import (
+    context_length,
+    loader_of,
+    longest_window,
+    pooling_notes,
+)
+from depthgauge.checkpoints.source.model_files import weight_files
+from depthgauge.checkpoints.tasks.language import plan_start, started_windows
+from depthgauge.checkpoints.weights.families import family_of
+from depthgauge.checkpoints.weights.load import (
     Checkpoint,
     Placement,
-    context_length,
     fitted,
     load_config,
     load_model,
+    load_reader,
+    prepared,
     refuse_infinite,
     require_kind,
     wrap,
 )
-from depthgauge.checkpoints.model_class import loader_of
-from depthgauge.checkpoints.model_output import require_output
-from depthgauge.checkpoints.probe import Probed, probe
-from depthgauge.checkpoints.reads_text import started_windows
-from depthgauge.checkpoints.samples import Inputs, Samples, as_samples
-from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
-from depthgauge.checkpoints.source import weight_files
-from depthgauge.checkpoints.start_token import plan_start
-from depthgauge.checkpoints.stored_weights import weights_digest
-from depthgauge.checkpoints.what_if import Edit, Edits, edited_losses, layers_of
-from depthgauge.checkpoints.window_observer import observe_blocks, observe_window
-from depthgauge.checkpoints.windows import Windows, read_windows
+from depthgauge.checkpoints.weights.stored_weights import weights_digest
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
 from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings, allows
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
-from depthgauge.surgery.block_sizes import describe_model
+from depthgauge.surgery.open_model import describe_model
 from depthgauge.workflows.checkpoint_record import subject_record
 from depthgauge.workflows.gauge_request import GaugeRequest
 from depthgauge.workflows.needed_room import room_of

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.inputs.fits_model import check_files, class_in_config
-from depthgauge.checkpoints.inputs.found_data import FoundData, checked_data
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.inputs.found_data import FoundData, check_files, checked_data, class_in_config
+from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, chosen_kinds
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.workflows.resolved_model import resolved

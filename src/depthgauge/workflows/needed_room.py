@@ -7,20 +7,16 @@ from pathlib import Path
 import torch
 
 from depthgauge.base.format import size_text
-from depthgauge.checkpoints.block_lists import blocks_of
-from depthgauge.checkpoints.inputs.fits_model import class_in_config
-from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, parameter_count
-from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.model_class import loader_of
-from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.stream import streamed_bytes
+from depthgauge.checkpoints.inputs.found_data import class_in_config, find_data
+from depthgauge.checkpoints.source.model_class import loader_of
+from depthgauge.checkpoints.source.model_files import Source
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, blocks_of, fitted, load_config, parameter_count
+from depthgauge.checkpoints.weights.stored_weights import free_memory, streamed_bytes
 from depthgauge.recovery.distillation import TRAINING
 from depthgauge.results.gauge_options import GaugeOptions
 from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.surgery.block_sizes import describe_model, requested_counts, written_sizes
-from depthgauge.surgery.cut_texts import CutTexts
-from depthgauge.surgery.open_model import ReadModel, calibration_sizes
+from depthgauge.surgery.calibration import CutTexts
+from depthgauge.surgery.open_model import ReadModel, calibration_sizes, describe_model, requested_counts, written_sizes
 from depthgauge.surgery.write_model import free_disk, require_room
 
 

@@ -9,10 +9,9 @@ from depthgauge.base.errors import InputError, require_type
 from depthgauge.base.io import check_outputs
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.checkpoints.hub import parse_hub_name, resolve
-from depthgauge.checkpoints.hub_data import find_general
-from depthgauge.checkpoints.inputs.text_files import find_texts, input_paths
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.inputs.text_files import find_general, find_texts, input_paths
+from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, allows
 from depthgauge.results.recover_options import RecoverOptions, make_recover_options

@@ -14,21 +14,22 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import (
+from depthgauge.checkpoints.inputs.windows import WINDOW
+from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.source.model_class import context_length
+from depthgauge.checkpoints.source.model_files import Source, file_digests
+from depthgauge.checkpoints.tasks.confidence import mean_interval
+from depthgauge.checkpoints.tasks.language import measure_start, plan_start
+from depthgauge.checkpoints.weights.load import (
     Checkpoint,
     Placement,
-    context_length,
     load_config,
     load_model,
     load_tokenizer,
+    require_rows,
     wrap,
 )
-from depthgauge.checkpoints.mean_interval import mean_interval
-from depthgauge.checkpoints.source import Source, file_digests
-from depthgauge.checkpoints.start_token import measure_start, plan_start
-from depthgauge.checkpoints.stored_weights import stored_dtype
-from depthgauge.checkpoints.windows import WINDOW, require_rows
+from depthgauge.checkpoints.weights.stored_weights import stored_dtype
 from depthgauge.recovery.divergence import require_pair
 from depthgauge.recovery.recover_model import trained_weights
 from depthgauge.results.evaluate_options import EvaluateOptions
@@ -36,9 +37,14 @@ from depthgauge.results.record import finite
 from depthgauge.results.recover_options import RecoverOptions
 from depthgauge.results.recover_record import RecoveredText, RecoverRecord
 from depthgauge.results.shrink_verdicts import reload_sentence
-from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.calibration import (
+    Calibration,
+    CalibrationRequest,
+    CalibrationSizes,
+    cut_texts,
+    prepare_calibration,
+)
 from depthgauge.surgery.certify import Certifier, as_dtype
-from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, cut_texts
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import written_model

@@ -8,10 +8,10 @@ import torch
 from depthgauge.base.io import write_tensors
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
+from depthgauge.checkpoints.inputs.samples import Inputs, as_samples
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.samples import Inputs, as_samples
-from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.tasks.language import Start
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData, training_data
 from depthgauge.results.recover_options import Amount

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from depthgauge.checkpoints.hub import parse_hub_name, resolve
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.results.gauge_options import GaugeOptions, allows
 from depthgauge.results.shrink_options import ShrinkOptions
 

@@ -12,21 +12,26 @@ from depthgauge.base.format import counted
 from depthgauge.base.io import check_outputs
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
-from depthgauge.checkpoints.hub import parse_hub_name
-from depthgauge.checkpoints.hub_data import find_general
-from depthgauge.checkpoints.inputs.fits_model import check_files, class_in_config
-from depthgauge.checkpoints.inputs.found_data import checked_data
-from depthgauge.checkpoints.inputs.text_files import input_paths
-from depthgauge.checkpoints.source import Source, weight_bytes
-from depthgauge.checkpoints.task_names import task_folders
+from depthgauge.checkpoints.inputs.found_data import check_files, checked_data, class_in_config
+from depthgauge.checkpoints.inputs.text_files import find_general, input_paths
+from depthgauge.checkpoints.source.hub import parse_hub_name
+from depthgauge.checkpoints.source.model_files import Source, weight_bytes
+from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.write import check_page, sizes_page_text, write_report
 from depthgauge.results.evaluate_options import split_tasks
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
-from depthgauge.surgery.output_names import check_gguf_output, has_written, is_gguf_name, output_folders, record_file
-from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
+from depthgauge.surgery.write_model import (
+    check_gguf_output,
+    check_output_directory,
+    has_written,
+    is_gguf_name,
+    output_folders,
+    record_file,
+    remove_unfinished,
+)
 from depthgauge.workflows.resolved_model import resolved
 from depthgauge.workflows.target import is_transformers_model, resolve_target
 

@@ -1,13 +1,13 @@
 """Remarks on a shrunk model in its record."""
 
 from depthgauge.base.format import counted
-from depthgauge.checkpoints.load import BY_TARGETS
+from depthgauge.checkpoints.weights.load import BY_TARGETS
 from depthgauge.results.shrink_record import ShrinkRecord
 from depthgauge.results.shrink_verdicts import objective_label
+from depthgauge.surgery.candidates import ShrunkModel
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import OpenedModel
-from depthgauge.surgery.shrunk_model import ShrunkModel
-from depthgauge.surgery.write_shrunk_gguf import type_notes
+from depthgauge.surgery.write_shrunk import type_notes
 
 
 def shrink_notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:

@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 from depthgauge._version import __version__
-from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
-from depthgauge.checkpoints.source import Source, weight_bytes
+from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.source.model_files import Source, weight_bytes
+from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count, wrap
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
@@ -28,15 +28,13 @@ from depthgauge.results.shrink_record import (
     check_shrink,
 )
 from depthgauge.results.shrink_verdicts import shrink_warnings
-from depthgauge.surgery.candidates import Candidates
+from depthgauge.surgery.candidates import Candidates, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.certify import Certified, Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout
-from depthgauge.surgery.output_names import has_written, record_file, sized_output
-from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.verify import FreshProcess
-from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, write_documents
-from depthgauge.surgery.write_shrunk_gguf import checked_gguf
+from depthgauge.surgery.write_model import has_written, record_file, sized_output
+from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, checked_gguf, write_documents
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     PreparedEvaluation,

@@ -11,28 +11,32 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.format import duration, size_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations, Step
-from depthgauge.checkpoints.block_runner import tokens_of
-from depthgauge.checkpoints.inputs.kinds import TEXT
-from depthgauge.checkpoints.inputs.read_data import GivenWindows
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Checkpoint, parameter_count
-from depthgauge.checkpoints.memory import free_memory
-from depthgauge.checkpoints.samples import as_samples
-from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.stored_weights import weights_digest
+from depthgauge.checkpoints.blocks.block_runner import tokens_of
+from depthgauge.checkpoints.inputs.found_data import TEXT
+from depthgauge.checkpoints.inputs.samples import GivenWindows, as_samples
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_files import Source
+from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
+from depthgauge.checkpoints.weights.stored_weights import free_memory, weights_digest
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord
 from depthgauge.surgery.block_search import GIVEN, Search
-from depthgauge.surgery.block_sizes import requested_counts
 from depthgauge.surgery.calibration import Calibration, given_calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
-from depthgauge.surgery.open_model import OpenedModel, ReadModel, calibration_sizes, open_model, read_model
+from depthgauge.surgery.open_model import (
+    OpenedModel,
+    ReadModel,
+    calibration_sizes,
+    open_model,
+    read_model,
+    requested_counts,
+)
 from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
-from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
+from depthgauge.surgery.verify import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_model import require_room
 from depthgauge.workflows.needed_room import shrink_room
 from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthgauge.base.errors import InputError, require_type
-from depthgauge.checkpoints.hub import parse_hub_name
+from depthgauge.checkpoints.source.hub import parse_hub_name
 from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
 
 if TYPE_CHECKING:

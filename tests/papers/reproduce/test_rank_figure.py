@@ -11,12 +11,12 @@ from tiny_models import tiny_model, tokens
 from torch import nn
 
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_depth, switched
-from depthgauge.checkpoints.windows import drawn_windows
+from depthgauge.checkpoints.blocks.attention_calls import attending
+from depthgauge.checkpoints.blocks.block_runner import Stack
+from depthgauge.checkpoints.blocks.what_if import VARIANTS, Variant, residual_by_depth, switched
+from depthgauge.checkpoints.inputs.windows import drawn_windows
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.papers.reproduce import catalog, collapse_figures
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
 from depthgauge.papers.reproduce.collapse_figures import RankStudy, depth_curves

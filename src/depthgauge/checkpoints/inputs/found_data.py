@@ -1,7 +1,7 @@
-"""Find what `--data` names: text, texts with labels, pairs, images or recordings.
+"""Find what `--data` names, and refuse models that do not read it.
 
-What is wrong with the files is reported before a model is downloaded or loaded, and before torch or transformers is
-imported.
+A table has a row for each kind of input: text, texts with labels, pairs, images and recordings. What is wrong with the
+files is reported before a model is downloaded or loaded, and before torch or transformers is imported.
 """
 
 import csv
@@ -15,17 +15,60 @@ from typing import Any
 
 from depthgauge.base.errors import InputError, missing_extra
 from depthgauge.base.format import counted, one_line
-from depthgauge.checkpoints.inputs.kinds import (
-    IMAGES,
-    LABELLED,
-    PAIRS,
-    RECORDINGS,
-    TEXT,
-    InputKind,
-    predicts_label,
-)
 from depthgauge.checkpoints.inputs.text_files import JSONL, TextFile, find_texts, given_paths, parse_line
+from depthgauge.checkpoints.source.library import CheckpointError
+from depthgauge.checkpoints.source.model_class import predicts_label
+from depthgauge.checkpoints.source.model_files import Source, read_json, require_streamable
 from depthgauge.results.gauge_options import ABOUT_TEXT
+
+
+@dataclass(frozen=True)
+class InputKind:
+    """A row of the table.
+
+    - `name`: the name in results
+    - `shown`: what it is, in sentences
+    - `main`: the main input of the models that read it
+    - `advice`: how to give it
+    - `fields`: the fields of a JSONL file, or the columns of a CSV file, that it is found by
+    - `options`: the options about text that apply to it
+    - `two_stacks`: whether it is for encoder–decoder models, whose output is compared with a text
+    - `processor`: what reads it beside a tokenizer or in place of it, and the files of which one describes it
+    """
+
+    name: str
+    shown: str
+    main: str
+    advice: str
+    fields: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    two_stacks: bool = False
+    processor: tuple[str, tuple[str, ...]] = ("", ())
+
+
+TEXT = InputKind("text", "text", "input_ids", "give it text with --data FILE", options=ABOUT_TEXT)
+LABELLED = InputKind(
+    "texts", "texts with labels", "input_ids", "give it JSON lines or CSV with text and label, with --data FILE",
+    ("text", "label"), ("window", "tokenizer"),
+)  # fmt: skip
+PAIRS = InputKind(
+    "pairs", "pairs of a source and a target", "input_ids",
+    "give it JSON lines with source and target, with --data FILE.jsonl",
+    ("source", "target"), ("window", "tokenizer"), two_stacks=True,
+)  # fmt: skip
+IMAGES = InputKind(
+    "images", "images", "pixel_values", "give it a folder of images with --data DIR", ("file_name", "label"),
+    processor=("image processor", ("preprocessor_config.json",)),
+)  # fmt: skip
+RECORDINGS = InputKind(
+    "recordings", "recordings with transcripts", "input_features",
+    "give it a folder of WAV files with transcripts, with --data DIR",
+    options=("window", "tokenizer"), two_stacks=True,
+    processor=("feature extractor", ("preprocessor_config.json", "processor_config.json")),
+)  # fmt: skip
+
+
+# --- Find what `--data` names: text, texts with labels, pairs, images or recordings ----------------------------------
 
 _TABLE = ".csv"
 _SHOWN = 8
@@ -259,3 +302,88 @@ def read_wave(path: Path, given: str | io.BytesIO, has_sound: bool = True) -> tu
     if not frames:
         raise InputError(f"{path} contains no sound; remove it and its transcript")
     return rate, channels, frames, data
+
+
+# --- Refuse models that do not read the inputs ------------------------------------------------------------------------
+
+
+def require_fit(
+    data: FoundData, name: str, architecture: str, main: str | None, has_two: bool, has_tower: bool = False
+) -> None:
+    """Raise unless a model reads the inputs that were found.
+
+    Args:
+        data: the inputs.
+        name: what the user calls the model.
+        architecture: its class.
+        main: its main input; None if that is not known yet.
+        has_two: whether it is an encoder–decoder model.
+        has_tower: whether it has a part for images beside others.
+    """
+    kind = data.kind
+    if kind is IMAGES and has_tower:
+        raise CheckpointError(
+            f"{name} is a {architecture} with a vision tower and other parts; save the tower alone, for example with "
+            "CLIPVisionModel.from_pretrained(…).save_pretrained(…), and give its directory"
+        )
+    if main is None:
+        unfit = {TEXT: has_two, LABELLED: has_two, PAIRS: not has_two}.get(kind, False)
+        main = TEXT.main if unfit else kind.main
+    readers = {TEXT.main: PAIRS if has_two else TEXT, IMAGES.main: IMAGES, RECORDINGS.main: RECORDINGS}
+    needed = readers.get(main)
+    if needed is None:
+        raise CheckpointError(f"{name} is a {architecture}, which reads {main}; give a model of text, images or speech")
+    if needed is not (TEXT if kind is LABELLED else kind):
+        found = f"; {data.name} has {kind.shown}" if data.paths else ""
+        raise CheckpointError(f"{name} is a {architecture}, which reads {needed.shown}; {needed.advice}{found}")
+    if data.labels and not predicts_label(architecture):
+        raise InputError(
+            f"labels need a model with a classification head for whole inputs, and {name} is a {architecture}; leave "
+            "the file of labels out"
+        )
+
+
+def class_in_config(source: Source | None, model: Any = None) -> str:
+    """Return the class that a configuration names, or that of a model in memory; empty if none is named."""
+    if source is None:
+        return type(model).__name__
+    if source.gguf is not None:
+        return ""
+    named = read_json(source.folder / "config.json", source.target).get("architectures")
+    return str((named or [""])[0])
+
+
+def check_files(source: Source, options: Any, data: FoundData) -> None:
+    """Raise if the files of a checkpoint show that the model does not read the inputs that were found.
+
+    What they do not show is checked when transformers is imported: see `require_kind`.
+    """
+    if options.stream:
+        require_streamable(source, options)
+    if source.gguf is None:
+        raw = read_json(source.folder / "config.json", source.target)
+        named, labels = class_in_config(source), raw.get("label2id")
+        main = _main_input(raw, named)
+        if named and not raw.get("auto_map"):
+            has_two, tower = bool(raw.get("is_encoder_decoder")), raw.get("vision_config") is not None
+            require_fit(data, source.target, named, main, has_two, tower)
+        if isinstance(labels, dict) and all(type(one) is int for one in labels.values()):
+            data.label_indices(labels, len(labels))
+        if main == data.kind.main:
+            require_processor(source, data.kind)
+
+
+def require_processor(source: Source, kind: InputKind) -> None:
+    """Raise if a checkpoint lacks what reads inputs of this kind, beside a tokenizer."""
+    noun, files = kind.processor
+    if files and not any((source.folder / file).is_file() for file in files):
+        raise CheckpointError(f"{source.target} contains no {noun}, expected {files[0]}; download it with the model")
+
+
+def _main_input(raw: Mapping[str, Any], architecture: str) -> str | None:
+    """Return the main input of a model where its configuration leaves no doubt."""
+    if architecture.endswith("ForCausalLM"):
+        return TEXT.main
+    if "patch_size" in raw and not raw.keys() & {"vocab_size", "text_config"}:
+        return IMAGES.main
+    return RECORDINGS.main if "num_mel_bins" in raw else None

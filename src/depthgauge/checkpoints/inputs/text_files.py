@@ -1,19 +1,26 @@
-"""Find and read texts: plain text, one field of a JSONL file, or the built-in text.
+"""Find and read texts: plain text, one field of a JSONL file, the built-in text, or a data set on the hub.
 
 A file whose markup would be measured as text (JSON, CSV, HTML) is refused, unless its name ends with `.txt`.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import socket
+import urllib.request
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
-from depthgauge.base.errors import InputError
+from depthgauge.base.errors import InputError, missing_extra
+from depthgauge.checkpoints.source.library import short
 
 WHOLE_BYTES = 4 * 2**20
 """Texts up to this size are read completely; of a larger text only pieces are read."""
@@ -138,7 +145,7 @@ def read_text(
     marks where they start and end. The pieces of a large JSONL file consist of whole lines.
     """
     if text.path is None:
-        default = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_bytes()
+        default = resources.files("depthgauge.checkpoints.inputs").joinpath("text.txt").read_bytes()
         return TextContent((default.decode("utf-8"),), hashlib.sha256(default).hexdigest(), True)
     try:
         size = text.path.stat().st_size
@@ -316,3 +323,121 @@ def document_of(record: dict[str, Any], field: str, where: str, render: Callable
         f"the field {field!r} in {where} must hold a text, or a chat as a list of objects with role and content; got "
         f"{type(value).__name__}"
     )
+
+
+# --- Data sets on the Hugging Face hub: what their names look like, and how their documents are read -----------------
+
+_PART = r"\w(?:[\w.-]*\w)?"
+_NAME = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>[^:]+))?(?::(?P<field>.+))?", re.ASCII)
+_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec", "evaluate")
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set on the hub, `ORG/NAME@REVISION` or `ORG/NAME@REVISION:FIELD`.
+
+    - `repo`: the repository
+    - `revision`: a commit, or a tag
+    - `field`: the field that holds the text; by default `text`, or `messages` if there is no `text`
+    """
+
+    repo: str
+    revision: str
+    field: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in results."""
+        return f"{self.repo}@{self.revision}" + (f":{self.field}" if self.field else "")
+
+
+NO_GENERAL = "none"
+"""What is given for the general text in order to train on the user's texts alone."""
+
+
+def find_general(given: str | None) -> TextFile | HubData | None:
+    """Return what `--general` names; None for the teacher's own continuations, and for `NO_GENERAL`.
+
+    What exists here is a file.
+
+    Raises:
+        InputError: the file cannot be read, or the data set is named without a revision.
+    """
+    if given is None or given == NO_GENERAL:
+        return None
+    found = _NAME.fullmatch(given)
+    if found is None or os.path.exists(split_field(given)[0]):
+        return find_text(given)
+    if found["revision"] is None:
+        raise InputError(
+            f"{given} is no file here, and a data set on the hub needs a revision, because it may change and the "
+            f"result must be reproducible: give {found['name']}@COMMIT, with a commit of "
+            f"https://huggingface.co/datasets/{found['name']}/commits/main"
+        )
+    return HubData(found["name"], found["revision"], found["field"])
+
+
+def hub_documents(data: HubData, render: Callable[[list[Any]], str]) -> Generator[str, None, None]:
+    """Yield the documents of the part `train` of a data set, one after the other, without downloading all of it.
+
+    Each is followed by an empty line. `render` converts the messages of a chat to text; see `document_of`.
+
+    Raises:
+        InputError: the data set cannot be read, or has no such field.
+    """
+    for number, record in enumerate(_records(data), start=1):
+        field = data.field or (MESSAGES if TEXT not in record and MESSAGES in record else TEXT)
+        yield document_of(record, field, f"document {number} of {data.name}", render)
+
+
+def _records(data: HubData) -> Iterator[dict[str, Any]]:
+    try:
+        library: Any = import_module("datasets")
+    except ImportError as error:
+        raise missing_extra("a data set on the hub", "train") from error
+    try:
+        with quiet_datasets(), offline_if_unreachable():
+            yield from library.load_dataset(data.repo, revision=data.revision, split="train", streaming=True)
+    except Exception as error:  # datasets, huggingface_hub and their HTTP library raise errors of many kinds
+        raise InputError(
+            f"cannot read the data set {data.name}: {short(error).rstrip('.')}; check its name and its revision, run "
+            "the command again when the hub can be reached, or give a file"
+        ) from error
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Suppress the log messages, progress bars and warnings of datasets and lm-eval; errors are still raised."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        datasets: Any = import_module("datasets")
+        shown = datasets.are_progress_bars_disabled()
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        datasets.disable_progress_bars()
+        try:
+            yield
+        finally:
+            if not shown:
+                datasets.enable_progress_bars()
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def offline_if_unreachable() -> Iterator[None]:
+    """Use only data in the cache if the hub has no address here; the libraries would try for half a minute."""
+    constants: Any = import_module("huggingface_hub.constants")
+    settings: Any = import_module("datasets.config")
+    before = constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE
+    if not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE = before

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from depthgauge.base.errors import MissingPackageError
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.library import quiet, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.switched_off import VARIANTS, residual_by_depth
-from depthgauge.checkpoints.windows import drawn_windows
+from depthgauge.checkpoints.blocks.what_if import VARIANTS, residual_by_depth
+from depthgauge.checkpoints.inputs.windows import drawn_windows
+from depthgauge.checkpoints.source.library import quiet, transformers
+from depthgauge.checkpoints.source.model_files import find
+from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.papers.reproduce import style
 from depthgauge.papers.reproduce.catalog import MINILM
 from depthgauge.papers.reproduce.study import Computing, GridStudy, Results, Study, per_layer

@@ -1,0 +1,1 @@
+"""Load the weights of a checkpoint, or leave them on the disk."""
