@@ -71,6 +71,13 @@ def test_the_result_loads_and_is_described(recovered: tuple[Path, dg.results.Rec
     assert dg.results.write_report(out / "depthgauge.json", out.parent / "again.html").exists()
 
 
+def test_evaluate_says_what_a_recovered_model_was_trained_on(
+    place: Path, recovered: tuple[Path, dg.results.RecoverResult]
+) -> None:
+    notes = dg.evaluate(recovered[0], perplexity=place / "text.txt", window=WINDOW).notes
+    assert any("was trained on text.txt, so its perplexity on" in note for note in notes)
+
+
 def test_nothing_held_is_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By content, at any offset: no run of 23 tokens of a window that decides or measures is among the training."""
     seen: dict[str, Any] = {}

@@ -34,6 +34,7 @@ from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
 from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text
 from depthgauge.results.record import ResultError, load_document
+from depthgauge.results.recover_record import RECOVER_SCHEMA, check_recover
 from depthgauge.results.shrink_record import SHRINK_ADVICE, CalibrationRecord, check_shrink
 
 
@@ -239,28 +240,40 @@ def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedE
 
     The note is part of the model card, so texts are named without their directories.
     """
-    texts = [(text.name, "", f"perplexity on {label}") for label, text in work.texts]
-    if work.cloze is not None:
-        texts.append((work.cloze.source, work.cloze.sha256, f"accuracy on {CLOZE}"))
     return [
         f"{name} was calibrated on {Path(source.name).name} (windows to fit: {source.fit}, to select: "
         f"{source.select}), so its {what} is not independent of the calibration; use another text"
-        for text, digest, what in texts
+        for text, digest, what in _texts_of(work)
         for source in calibration.sources
         if source.fit + source.select and (source.name == text or source.sha256 == digest)
     ]
 
 
+def _texts_of(work: PreparedEvaluation) -> list[tuple[str, str, str]]:
+    """Return the name and the digest of each text that is evaluated, where known, and what is measured on it."""
+    texts = [(text.name, "", f"perplexity on {label}") for label, text in work.texts]
+    if work.cloze is not None:
+        texts.append((work.cloze.source, work.cloze.sha256, f"accuracy on {CLOZE}"))
+    return texts
+
+
 def _notes_about(path: str | Path, work: PreparedEvaluation) -> list[str]:
-    """Return notes about a model that `shrink` wrote: its record says what it was calibrated on."""
+    """Return notes about a model of `shrink` or `recover`: its record says what it was calibrated or trained on."""
     written = Path(path) / RECORD
     if not written.is_file():
         return []
     try:
-        calibration = check_shrink(load_document(written, SHRINK_ADVICE), str(written)).plan.calibration
+        document = load_document(written, SHRINK_ADVICE)
+        if isinstance(document, dict) and document.get("schema") == RECOVER_SCHEMA:
+            trained = check_recover(document, str(written)).recovery.data
+            return [
+                f"{path} was trained on {Path(text).name}, so its {what} is not independent of that; use another text"
+                for text, _, what in _texts_of(work)
+                if text in trained
+            ]
+        return calibration_notes(str(path), check_shrink(document, str(written)).plan.calibration, work)
     except ResultError as error:
-        return [f"what {path} was calibrated on is not known: {error}"]
-    return calibration_notes(str(path), calibration, work)
+        return [f"what {path} was made with is not known: {error}"]
 
 
 def _language_model(source: Source, placement: Placement) -> Any:
