@@ -78,7 +78,7 @@ def test_a_repaired_model_as_gguf(
     assert sorted(path.name for path in Path().iterdir()) == ["model.gguf", "smaller.depthgauge.json", "smaller.gguf"]
     # The losses in the record are those of the file: gauged from the file, the windows have the same loss.
     again = typed(
-        monkeypatch, capsys, model, "--from-plan", "smaller.depthgauge.json", "--out", "smaller.gguf", *QUICK[-1:]
+        monkeypatch, capsys, model, "--from-plan", "smaller.depthgauge.json", "--out", "smaller.gguf", *QUICK[-2:]
     )
     assert again[0] == 2
     assert "smaller.gguf exists; use --overwrite" in again[2]

@@ -205,9 +205,10 @@ def test_only_observing(folders: dict[str, Path], corpus: Path) -> None:
 def test_the_memory_is_said_before_the_weights_are_loaded(folders: dict[str, Path], corpus: Path) -> None:
     said: list[str] = []
     subject_of(folders["llama"], corpus, message=said.append)
-    assert re.fullmatch(r"it fits: .* of memory \(weights .*, states .*\), and .* are free", said[0])
-    assert said[1].startswith("loading ")
-    assert len(said) == 2
+    assert said[0] == f"reading {corpus} as text"
+    assert re.fullmatch(r"it fits: .* of memory \(weights .*, states .*\), and .* are free", said[1])
+    assert said[2].startswith("loading ")
+    assert len(said) == 3
 
 
 class StoppedError(Exception):
