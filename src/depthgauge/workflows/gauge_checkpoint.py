@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from depthgauge.checkpoints.source.model_class import (
     pooling_notes,
 )
 from depthgauge.checkpoints.source.model_files import weight_files
-from depthgauge.checkpoints.tasks.language import plan_start, started_windows
+from depthgauge.checkpoints.tasks.language import Start, plan_start, started_windows
 from depthgauge.checkpoints.weights.families import family_of
 from depthgauge.checkpoints.weights.load import (
     Checkpoint,
@@ -64,6 +65,32 @@ from depthgauge.workflows.gauge_request import GaugeRequest
 from depthgauge.workflows.needed_room import room_of
 
 
+@dataclass(frozen=True, eq=False)
+class DescribedModel:
+    """A model before its weights are loaded, and what it will read.
+
+    - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
+    - `placement`: how it is loaded
+    - `windows`: the windows of a text, without special tokens, or other inputs; None if the weights alone are gauged
+    - `start`: the special tokens around the windows of a text
+    """
+
+    config: Any
+    tokenizer: Any
+    placement: Placement
+    windows: Windows | GivenWindows | None
+    start: Start | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedInputs:
+    """A loaded model and the inputs that it is measured on; `text` describes them. Both are None for weights alone."""
+
+    checkpoint: Checkpoint
+    inputs: Inputs | None = None
+    text: TextWindows | None = None
+
+
 def gauge_checkpoint(
     request: GaugeRequest, tokenizer: Any, journal: Journal, progress: Step, message: Callable[[str], None]
 ) -> tuple[GaugeSettings, CheckpointSubject]:
@@ -77,12 +104,17 @@ def gauge_checkpoint(
     Returns:
         The options with their defaults filled in, and the subject.
     """
-    target, options, asked, source = request.target, request.given, request.asked, request.source
-    assert asked.tokens is not None
-    assert asked.bos is not None
-    assert asked.dtype is not None
-    kinds, data, seed, placement = request.kinds, request.data, asked.seed or 0, Placement.of(asked)
-    windows: Windows | GivenWindows | None = None
+    described = describe(request, tokenizer, message)
+    settings, model = _settings(request, described), request.target.model
+    _begin(request, described, settings, journal)
+    with nullcontext() if model is None else undisturbed(model):
+        return settings, _measured(request, _opened(request, described, message), journal, progress, message)
+
+
+def describe(request: GaugeRequest, tokenizer: Any, message: Callable[[str], None]) -> DescribedModel:
+    """Read the configuration and the inputs, and cut a text into windows; no weights are needed."""
+    target, asked, source, data = request.target, request.asked, request.source, request.data
+    placement, seed = Placement.of(asked), asked.seed or 0
     if source is None:
         config = target.model.config
         require_kind(type(target.model), config, str(target.name), data)
@@ -91,9 +123,10 @@ def gauge_checkpoint(
     if not asked.weights_only:
         hint = ", or weights_only=True" if data.kind is TEXT else ""
         tokenizer = load_reader(source, placement, data.kind, tokenizer, hint)
+    windows: Windows | GivenWindows | None = None
+    start = None
     if data.kind is not TEXT:
-        wanted = asked.samples or SAMPLES
-        windows = read_data(data, tokenizer, config, wanted=wanted, seed=seed, window=asked.window)
+        windows = read_data(data, tokenizer, config, wanted=asked.samples or SAMPLES, seed=seed, window=asked.window)
     elif asked.weights_only:
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
@@ -101,6 +134,8 @@ def gauge_checkpoint(
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
+        assert asked.tokens is not None
+        assert asked.bos is not None
         start = plan_start(asked.bos, source, tokenizer)
         windows = read_windows(
             tokenizer,
@@ -112,62 +147,83 @@ def gauge_checkpoint(
             special=(start.before, start.after),
         )
     data.describe(message)
-    filled = {
-        "tokens": asked.tokens if isinstance(windows, Windows) else None,
-        "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else asked.window,
-        "samples": len(windows.inputs) if isinstance(windows, GivenWindows) else None,
-        "seed": seed,
-        "what_if": ",".join(kinds) or "none",
-        "dtype": asked.dtype,
-    }
-    used = target.name if source is None or source.hub is None else source.target
-    settings = GaugeSettings(**{**options.given(), **filled, "target": used, "in_memory": target.model is not None})
-    # Names and sizes of the weight files show that a checkpoint was replaced between two runs.
-    files = (
-        weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
-    )
-    digest = None if windows is None else windows.digest
-    journal.begin(settings.to_json() | {"files": files, "sha256": digest})
     if source is not None:
         placement = fitted(source, config, placement, message)
         whole = describe_model(source, config, *loader_of(config, source), placement)
         tokens = int(windows.ids.shape[1]) if isinstance(windows, Windows) else 0
         message(room_of(whole, placement.stream, 1, tokens).sentence(placement.torch_device()))
-    with nullcontext() if target.model is None else undisturbed(target.model):
-        if source is None:
-            checkpoint = wrap(target.model, str(target.name))
-            refuse_infinite(target.model, checkpoint.name)
-        else:
-            message(f"loading {source.target}")
-            checkpoint = load_model(source, config, placement)
-        if windows is None:
-            weights, notes = measure_weights(checkpoint, progress)
-            return settings, subject_record(checkpoint, weights, notes)
-        inputs: Inputs
-        if isinstance(windows, GivenWindows):
-            checkpoint, inputs = prepared(checkpoint, data, asked.stack), windows.inputs
-            require_output(checkpoint, inputs)
-            text = windows.record(tokens_of(checkpoint, inputs))
-        else:
-            windows, decided = started_windows(checkpoint, windows, start, tokenizer, allows(asked, "unread"), message)
-            inputs, text = windows.ids, windows.record(decided.bos, decided.reason)
-        fewer = _fewer(text, asked)
-        checkpoint = derived(checkpoint, inputs)
-        probed = probe(checkpoint, inputs[:1])
-        if probed.attention is not None:
-            message(unobserved_sentence(probed.attention))
-        weights, notes = measure_weights(checkpoint, progress)
-        observable = probed.attention is None
-        measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
-        if EXPERT in measured:
-            measured[EXPERT] = expert_layers(Stack(checkpoint, Session()).blocks, checkpoint.families)
-        notes += [*fewer, *_unmeasured(kinds, measured, checkpoint, probed.blocks)]
-        measured = {kind: layers for kind, layers in measured.items() if layers}
-        if checkpoint.objective == "embedding" and source is not None:
-            notes += pooling_notes(source.folder)
-        found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
-        seen = subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
-        return settings, seen
+    return DescribedModel(config, tokenizer, placement, windows, start)
+
+
+def _settings(request: GaugeRequest, described: DescribedModel) -> GaugeSettings:
+    """Return the options with their defaults filled in."""
+    target, asked, source, windows = request.target, request.asked, request.source, described.windows
+    filled = {
+        "tokens": asked.tokens if isinstance(windows, Windows) else None,
+        "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else asked.window,
+        "samples": len(windows.inputs) if isinstance(windows, GivenWindows) else None,
+        "seed": asked.seed or 0,
+        "what_if": ",".join(request.kinds) or "none",
+        "dtype": asked.dtype,
+        "target": target.name if source is None or source.hub is None else source.target,
+        "in_memory": target.model is not None,
+    }
+    return GaugeSettings(**{**request.given.given(), **filled})
+
+
+def _begin(request: GaugeRequest, described: DescribedModel, settings: GaugeSettings, journal: Journal) -> None:
+    """Describe the run in its journal. Names and sizes of the weight files show that a checkpoint was replaced."""
+    source, windows = request.source, described.windows
+    if source is None:
+        files: Any = weights_digest(request.target.model)
+    else:
+        files = [[path.name, path.stat().st_size] for path in weight_files(source)]
+    journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
+
+
+def _opened(request: GaugeRequest, described: DescribedModel, message: Callable[[str], None]) -> OpenedInputs:
+    """Load the weights, and decide how the windows of a text begin."""
+    target, source, asked, windows = request.target, request.source, request.asked, described.windows
+    if source is None:
+        checkpoint = wrap(target.model, str(target.name))
+        refuse_infinite(target.model, checkpoint.name)
+    else:
+        message(f"loading {source.target}")
+        checkpoint = load_model(source, described.config, described.placement)
+    if windows is None:
+        return OpenedInputs(checkpoint)
+    if isinstance(windows, GivenWindows):
+        checkpoint = prepared(checkpoint, request.data, asked.stack)
+        require_output(checkpoint, windows.inputs)
+        return OpenedInputs(checkpoint, windows.inputs, windows.record(tokens_of(checkpoint, windows.inputs)))
+    assert described.start is not None
+    unread = allows(asked, "unread")
+    windows, decided = started_windows(checkpoint, windows, described.start, described.tokenizer, unread, message)
+    return OpenedInputs(checkpoint, windows.ids, windows.record(decided.bos, decided.reason))
+
+
+def _measured(
+    request: GaugeRequest, opened: OpenedInputs, journal: Journal, progress: Step, message: Callable[[str], None]
+) -> CheckpointSubject:
+    """Measure the weights, and what-ifs on every window."""
+    checkpoint, inputs, text, kinds = opened.checkpoint, opened.inputs, opened.text, request.kinds
+    if inputs is None or text is None:
+        return subject_record(checkpoint, *measure_weights(checkpoint, progress))
+    checkpoint = derived(checkpoint, inputs)
+    probed = probe(checkpoint, inputs[:1])
+    if probed.attention is not None:
+        message(unobserved_sentence(probed.attention))
+    weights, notes = measure_weights(checkpoint, progress)
+    observable = probed.attention is None
+    measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
+    if EXPERT in measured:
+        measured[EXPERT] = expert_layers(Stack(checkpoint, Session()).blocks, checkpoint.families)
+    notes += [*_fewer(text, request.asked), *_unmeasured(kinds, measured, checkpoint, probed.blocks)]
+    measured = {kind: layers for kind, layers in measured.items() if layers}
+    if checkpoint.objective == "embedding" and request.source is not None:
+        notes += pooling_notes(request.source.folder)
+    found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
+    return subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
 
 
 def _fewer(text: TextWindows, asked: GaugeOptions) -> list[str]:
