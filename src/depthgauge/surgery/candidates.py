@@ -229,10 +229,13 @@ def train(
     `before` are the student's losses. The dense model has its original weights meanwhile.
     """
     smaller = smaller_model(student)
-    own = [weight for layer in student.kept for weight in student.runner.blocks[layer].parameters()]
-    made = [weight for block in blocks_of(smaller) for weight in block.parameters()]
-    chosen = set(weights)
-    pairs = {one: other for one, other in zip(own, made, strict=True) if one in chosen}
+    chosen, pairs = set(weights), dict[nn.Parameter, nn.Parameter]()
+    for layer, block in zip(student.kept, blocks_of(smaller), strict=True):
+        made = dict(block.named_parameters())
+        for name, weight in student.runner.blocks[layer].named_parameters():
+            # With fewer blocks, a block can have fewer parts (Zamba 2): only what is the same weight is trained.
+            if weight in chosen and name in made and torch.equal(weight, made[name]):
+                pairs[weight] = made[name]
     student.restore()
     try:
         record = recovery.run(smaller, student.checkpoint, list(pairs.values()), folder, student.progress)
