@@ -5,8 +5,8 @@ says when it has finished.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,6 +99,17 @@ def unpack(sent: SentTraining) -> None:
     for number, (one, (shape, device, first)) in enumerate(zip(sent.tensors, sent.places, strict=True)):
         is_first = first == number
         one.data = torch.empty(shape, dtype=one.dtype, device=device) if is_first else sent.tensors[first].data
+
+
+@contextmanager
+def ended_processes() -> Iterator[None]:
+    """Raise EndedRunError where gloo or NCCL say that another process does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            raise EndedRunError from error
+        raise
 
 
 def dismiss() -> None:

@@ -13,7 +13,7 @@ from depthgauge.checkpoints.inputs.samples import Inputs
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of
 from depthgauge.recovery.distillation import Training, TrainingMemoryError, distil, usual_rate
 from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair
-from depthgauge.recovery.helpers import send_training
+from depthgauge.recovery.helpers import ended_processes, send_training
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.record import finite
 from depthgauge.results.recover_options import Amount
@@ -62,6 +62,7 @@ class Recovery:
 
         Raises:
             TrainingMemoryError: memory is too small; the weights are as before.
+            EndedRunError: another process has ended.
         """
         before = [weight.detach().to("cpu", copy=True) for weight in weights]
         parts = {TRAIN: self.data.windows, SELECT: self.select}
@@ -72,9 +73,10 @@ class Recovery:
         device = student.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        send_training(pair, weights, order, training)
         try:
-            made = distil(pair, weights, order, training, folder=folder, progress=progress)
+            with ended_processes():
+                send_training(pair, weights, order, training)
+                made = distil(pair, weights, order, training, folder=folder, progress=progress)
         except TrainingMemoryError:
             _put_back(weights, before)
             raise
