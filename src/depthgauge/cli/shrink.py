@@ -58,7 +58,7 @@ def command(
         bool, typer.Option("--json", help="Print JSON instead of tables. Of several sizes, it is a list.")
     ] = False,
 ) -> None:
-    """Write a smaller checkpoint: remove blocks, repair and train the rest, and bound what it costs.
+    """Write a smaller checkpoint: remove blocks, repair or train the rest, and bound what it costs.
 
     **Examples**
 
