@@ -17,7 +17,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,15 @@ OURS = {
     "depthgauge": {"recover": "off"},
     **{f"depthgauge, recovered {amount}": {"recover": amount} for amount in ("0.5M", "2M", "8M")},
 }
+LONG = "depthgauge, recovered 8M"
+"""A method that is measured at the largest share alone."""
 WINDOW, ITEMS, LETTERS = 512, 500, 200_000
 """Tokens per window of the perplexities, items of the cloze task, and letters that are used of each unseen text."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Make all models, measure them and return the document."""
-    placement = Placement(dtype="float32", device=options.device)
+    placement = Placement(dtype=options.dtype, device=options.device)  # the models are measured in float32
     source = find(options.model)
     checkpoint = load_model(source, load_config(source, placement), placement)
     tokenizer, layers = load_tokenizer(source, placement), checkpoint.layers
@@ -60,12 +62,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         *_peers(checkpoint, tokenizer, known, counts, options),
         *_ours(checkpoint, tokenizer, known, counts, options),
     ]
+    if options.only:
+        return {}
     for path in unseen.values():
         path.write_text(path.read_text("utf-8")[:LETTERS], encoding="utf-8")
     mixed = options.work / "unseen.txt"
     mixed.write_text("\n\n".join(path.read_text("utf-8") for path in unseen.values()), encoding="utf-8")
     builtin = options.work / "built-in.txt"
-    builtin.write_text((Path(dg.__file__).parent / "checkpoints" / "text.txt").read_text("utf-8"), encoding="utf-8")
+    builtin.write_text(
+        (Path(dg.__file__).parent / "checkpoints" / "inputs" / "text.txt").read_text("utf-8"), encoding="utf-8"
+    )
     record = _evaluated(
         [options.model, *(row["folder"] for row in rows)], mixed, {**unseen, "built-in": builtin}, options
     )
@@ -92,12 +98,16 @@ def _evaluated(models: list[str], mixed: Path, texts: dict[str, Path], options: 
     return check_evaluate(json.loads(found.read_text("utf-8")), str(found))
 
 
+def _asked(methods: Mapping[str, Any], options: argparse.Namespace) -> list[tuple[str, Any]]:
+    return [(method, how) for method, how in methods.items() if not options.only or method in options.only]
+
+
 def _peers(
     checkpoint: Checkpoint, tokenizer: Any, known: dict[str, Path], counts: Sequence[int], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Write the models of the published choices of blocks, without repair."""
     dense: Dense | None = None
-    for choice, choose in CHOICES.items():
+    for choice, choose in _asked(CHOICES, options):
         folders = [options.work / f"{choice}-{count}" for count in counts]
         if not all(folder.exists() for folder in folders):
             if dense is None:
@@ -118,17 +128,18 @@ def _ours(
     checkpoint: Checkpoint, tokenizer: Any, known: dict[str, Path], counts: Sequence[int], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Shrink as a user does; the sizes share one search."""
-    for method, asked in OURS.items():
-        folders = [options.work / f"{method.replace(', ', '-')}-{count}" for count in counts]
+    for method, asked in _asked(OURS, options):
+        sizes = counts[-1:] if method == LONG else counts
+        folders = [options.work / f"{method.replace(', ', '-')}-{count}" for count in sizes]
         if not all(folder.exists() for folder in folders):
             texts = list(map(str, known.values()))
             made = dg.shrink(
-                checkpoint.model, tokenizer=tokenizer, text=texts, remove=list(counts), message=print, **asked
+                checkpoint.model, tokenizer=tokenizer, text=texts, remove=list(sizes), message=print, **asked
             )
             for folder, one in zip(folders, sorted(made.sizes, key=lambda one: len(one.record.removed)), strict=True):
                 with written_model(one.model, checkpoint.source, tokenizer, folder, overwrite=True):
                     print(f"{method}: removed {one.record.removed}")
-        for count, folder in zip(counts, folders, strict=True):
+        for count, folder in zip(sizes, folders, strict=True):
             yield {"method": method, "removed": count, "folder": str(folder)}
 
 
@@ -175,6 +186,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("results/published"), help="folder of the shrunk models")
     parser.add_argument("--name", help="the name of the model on the page")
     parser.add_argument("--device")
+    parser.add_argument("--dtype", default="auto", help="the dtype in which the models are made")
+    parser.add_argument("--only", nargs="+", help="make the models of these methods and stop: for several at once")
     parser.add_argument("--out", type=Path, default=Path("results/published.json"))
     parser.add_argument("--page", type=Path, help="write the page from results")
     options = parser.parse_args()
@@ -189,6 +202,8 @@ def main() -> int:
             raise InputError("give one model, and texts with --text")
         options.model = options.model[0]
         document = measure(options)
+        if options.only:
+            return 0
     except DepthgaugeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,23 +10,21 @@ from matplotlib.figure import Figure
 from depthgauge.papers.reproduce.style import BLUE, DASHED, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
 
-HEALED = "depthgauge, healed"
+RECOVERED = "depthgauge, recovered"
 STYLES = {
     "ShortGPT": (FAINT, DASHED), "UIDL": (INK, DASHED), "SLEB": (FIVE[1], DASHED),
-    "depthgauge, quick": (BLUE, "-"), "depthgauge": (GREEN, "-"), HEALED: (VERMILION, "-"),
+    "depthgauge, quick": (BLUE, "-"), "depthgauge": (GREEN, "-"),
     "depthgauge, recovered 0.5M": (VERMILION, ":"), "depthgauge, recovered 2M": (VERMILION, "--"),
     "depthgauge, recovered 8M": (VERMILION, "-"),
 }  # fmt: skip
-"""Colour and line of each method; results of an earlier version have the former `--heal`."""
+"""Colour and line of each method."""
 TOP = 2.2
 """Bits per byte at the upper end of the figure; a model that needs more has lost the language."""
 
 
 def write_page(path: Path, documents: Sequence[dict[str, Any]]) -> None:
     """Write docs/results.md, and its figure into the folder `figures` beside it."""
-    methods = {row["method"] for one in documents for row in one["rows"]}
-    introduction = INTRODUCTION.format(ours=FORMER if HEALED in methods else OURS)
-    lines = [*introduction.splitlines(), *(line for one in documents for line in _section(one))]
+    lines = [*INTRODUCTION.splitlines(), *(line for one in documents for line in _section(one))]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with figure_style():
         _drawn(documents).savefig(path.parent / "figures" / "results.png", dpi=200, facecolor="white")
@@ -46,7 +44,8 @@ def _drawn(documents: Sequence[dict[str, Any]]) -> Figure:
             panel.plot(*zip(*points, strict=True), **line, marker="o", markersize=3.5, label=method)
         panel.set(title=document["name"], xlabel=f"removed blocks of {document['layers']}", ylim=(bits[0] - 0.05, TOP))
     panels[0].set_ylabel("bits per byte, mean over the texts")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    lines = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -56,14 +55,6 @@ def _bits(record: EvaluateRecord) -> list[float]:
     return [sum(values) / len(values) for values in by_model]
 
 
-OURS = """\
-- **depthgauge** is `shrink` with `--effort quick` and with the defaults, both without training, and with the defaults
-  and `--recover` of 0.5, 2 and 8 million tokens. Where training gained less than its standard error on the windows that
-  decide about it, the model before it is kept, and both rows agree."""
-FORMER = """\
-- **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition. Where healing
-  did not lower the loss on the windows that decide about it, the model before healing is kept, and both rows agree."""
-"""What is said of results of an earlier version, which had `--heal` instead of `--recover`."""
 INTRODUCTION = """\
 # Results
 
@@ -74,7 +65,9 @@ file.
 
 - **ShortGPT, UIDL, SLEB** choose blocks and repair nothing, as published. SLEB is greedy removal by loss. Published
   repairs are compared in `benchmarks/shrink.py`.
-{ours}
+- **depthgauge** is `shrink` with `--effort quick` and with the defaults, both without training, and with the defaults
+  and `--recover` of so many tokens. Where training gained less than its standard error on the windows that decide about
+  it, the model before it is kept.
 - **Loss** is in nats per token, in windows of 512 tokens that do not overlap. **Bits per byte** is the mean over the
   four texts.
 - **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
@@ -90,7 +83,9 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
     texts = [text.name for text in record.texts]
     yield from ("", f"## {document['name']}", "")
     size = f"{document['layers']} blocks, {document['parameters'] / 1e6:.0f} million parameters"
-    yield from textwrap.wrap(f"{size}. {_measured_with(document)}", 120)
+    trained = any(row["method"].startswith(RECOVERED) for row in document["rows"])
+    missing = "" if trained else " Recovery is not measured on it yet."
+    yield from textwrap.wrap(f"{size}. {_measured_with(document)}{missing}", 120)
     yield from (
         "",
         f"| removed | method | {' | '.join(f'loss: {name}' for name in texts)} | bits per byte | cloze | difference |",

@@ -36,11 +36,14 @@ WRITTEN = {"70b": 4}
 """Blocks that are written of models that do not fit on the disk."""
 TEXT = ("--allow", "unread", "--text", "TEXT", "--out", "OUT")
 QUICK = ("shrink", "MODEL", "--remove", "25%", "--effort", "quick", *TEXT)
+RECOVER = ("shrink", "MODEL", "--remove", "8", "--effort", "quick", "--recover", "2M", *TEXT)
 STEP = ("shrink", "MODEL", "--remove", "1", "--effort", "quick", "--stream", *TEXT)
 ROWS = {
     "resident": QUICK,
     "limited": QUICK,
     "stream": (*QUICK, "--stream"),
+    "recover": RECOVER,
+    "recover-limited": (*RECOVER, "--recover", "60k"),
     "gauge": ("gauge", "MODEL", *TEXT),
     "gauge-stream": ("gauge", "MODEL", *TEXT, "--stream"),
     "step": STEP,
@@ -48,6 +51,7 @@ ROWS = {
 LIMITS = {
     "limited": lambda weights: 1.3 * weights,
     "stream": lambda _: 24e9,
+    "recover-limited": lambda _: 48e9,
     "gauge-stream": lambda _: 24e9,
     "step": lambda _: 40e9,
 }

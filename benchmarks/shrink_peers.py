@@ -335,10 +335,11 @@ def _mlp_outputs(dense: Dense, layer: int) -> Iterator[tuple[int, Float[Tensor, 
     found: list[Tensor] = []
     handle = last_map(dense.runner, layer).register_forward_hook(lambda _, args, out: found.append(hidden_out(out)))
     try:
-        for index, part in dense.runner.batches(dense.states[layer]):
+        size = dense.runner.batches.size
+        for index, part in enumerate(dense.states[layer].split(size)):
             found.clear()
             dense.runner.block(layer, part)
-            yield index, found[0]
+            yield index * size, found[0]
     finally:
         handle.remove()
 
