@@ -16,7 +16,7 @@ TRAINING, MODEL = "training", "model"
 AUTO, OFF = "auto", "off"
 AUTO_TOKENS, AUTO_SECONDS = 2_000_000, 600.0
 """The most that `auto` trains."""
-SHORT_TOKENS = 200_000
+SHORT_TOKENS = 100_000
 """Tokens after which sets of blocks are compared. Three to five sets of SmolLM2-135M and of Gemma-3-270m had the same
 order after 40,000, 200,000 and 400,000 tokens."""
 _TRAINING, _MODEL = (Meta(extra={"only": panel}) for panel in (TRAINING, MODEL))
