@@ -9,8 +9,8 @@ from depthgauge.fast_attention.attention import attention_plan as attention_plan
 from depthgauge.fast_attention.remembered import Attention as Attention
 from depthgauge.monitor.monitor import Monitor as Monitor
 from depthgauge.monitor.monitor import MonitorCallback as MonitorCallback
-from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
-from depthgauge.results.shrink_options import ShrinkOptions as ShrinkOptions
+from depthgauge.results.gauge_record import GaugeOptions as GaugeOptions
+from depthgauge.results.shrink_record import ShrinkOptions as ShrinkOptions
 from depthgauge.theory.certificates.certificate import certify as certify
 from depthgauge.theory.certificates.token_set import Tokens as Tokens
 from depthgauge.theory.depth.effective import effective_depth as effective_depth

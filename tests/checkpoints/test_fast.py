@@ -21,7 +21,7 @@ from depthgauge.checkpoints.blocks.attention_calls import (
 from depthgauge.checkpoints.blocks.block_runner import Stack
 from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 from depthgauge.fast_attention.remembered import Attention
-from depthgauge.results.checkpoint_subject import FastPlan
+from depthgauge.results.gauge_record import FastPlan
 
 
 def final(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

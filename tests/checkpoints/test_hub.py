@@ -18,7 +18,7 @@ from depthgauge.checkpoints.source.model_files import find
 from depthgauge.checkpoints.weights import load
 from depthgauge.checkpoints.weights.load import Placement, load_config, load_model
 from depthgauge.cli.main import main
-from depthgauge.results.checkpoint_subject import HubModel
+from depthgauge.results.gauge_record import HubModel
 from depthgauge.surgery import write_model
 from depthgauge.workflows.gauge import gauge, load_result
 from depthgauge.workflows.shrink import shrink

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.checkpoints.tasks.confidence import LEVEL, interval_ends, mean_interval
-from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
+from depthgauge.results.gauge_record import LEAST_WINDOWS
 
 
 def integral(density: Callable[[float], float], low: float, high: float, steps: int = 2000) -> float:

@@ -19,7 +19,7 @@ from depthgauge.checkpoints.source.library import quiet
 from depthgauge.checkpoints.source.model_files import find, gguf_metadata
 from depthgauge.checkpoints.tasks.language import Start, measure_start, plan_start
 from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
-from depthgauge.results.shrink_options import make_shrink_options
+from depthgauge.results.shrink_record import make_shrink_options
 from depthgauge.surgery.open_model import open_model, read_model
 
 HERE = Placement(device="cpu")

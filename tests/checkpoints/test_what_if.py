@@ -18,7 +18,7 @@ from depthgauge.checkpoints.blocks.model_output import window_losses
 from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, edited_states, layers_of
 from depthgauge.checkpoints.weights.families import FAMILIES, find_blocks
 from depthgauge.checkpoints.weights.load import wrap
-from depthgauge.results.gauge_options import chosen_kinds
+from depthgauge.results.gauge_record import chosen_kinds
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 
 # Paths of each family's sublayers, written independently of the table under test.

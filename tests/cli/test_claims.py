@@ -14,7 +14,7 @@ from depthgauge.cli.output import print_terms
 from depthgauge.papers.ledger import registry
 from depthgauge.papers.ledger.claim import Findings
 from depthgauge.papers.ledger.registry import finding, judge, select
-from depthgauge.results.glossary import TERMS
+from depthgauge.results.labels import TERMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 

@@ -20,8 +20,8 @@ import depthgauge.workflows.gauge_network
 import depthgauge.workflows.target
 from depthgauge.cli.main import main
 from depthgauge.cli.print_document import part_lines
-from depthgauge.results.network_document import profile_part
-from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
+from depthgauge.results.gauge_document import network_profile
+from depthgauge.results.gauge_record import NetworkDescription, NetworkSubject, PrintedTheorem
 from depthgauge.theory.network.random_networks import uniform_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +204,7 @@ def test_the_built_in_profiles_fit_eighty_columns() -> None:
             printed=PrintedTheorem(printed_bound=None, printed_log10=None, printed_applies=False),
         )
         console = Console(width=80, file=io.StringIO())
-        for part in part_lines(profile_part(subject), 80):
+        for part in part_lines(network_profile(subject), 80):
             console.print(part)
         lines += console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80

@@ -5,7 +5,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from depthgauge.cli.main import app
-from depthgauge.results.glossary import TERMS
+from depthgauge.results.labels import TERMS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
 
@@ -26,6 +26,6 @@ def test_the_page_explains_every_term() -> None:
 def test_the_help_and_the_tables_point_to_it() -> None:
     assert "--glossary" in CliRunner().invoke(app, ["--help"]).stdout
 
-    from depthgauge.results import network_document
+    from depthgauge.results import gauge_document
 
-    assert "--glossary" in network_document._SANDWICH_CAPTION
+    assert "--glossary" in gauge_document._SANDWICH_CAPTION

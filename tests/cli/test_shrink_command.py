@@ -31,8 +31,7 @@ from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.cli.main import main
 from depthgauge.cli.print_document import section_lines
 from depthgauge.results.shrink_document import plan_section, shrink_document
-from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan
+from depthgauge.results.shrink_record import PlanRecord, ShrinkOptions, check_shrink, read_plan
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 

@@ -11,7 +11,7 @@ from scipy.stats import binom
 from tiny_training import probe_ids, tiny_llama, train, watched, with_scaled_residuals, without_skips
 
 import depthgauge as dg
-from depthgauge.results.monitor_labels import largest_score_range
+from depthgauge.results.monitor_document import largest_score_range
 
 SEEDS, HEALTHY = range(5), range(10)
 UNSTABLE = {"optimizer": "sgd", "rate": 1.0, "warm_up": 0}

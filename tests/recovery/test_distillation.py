@@ -14,8 +14,7 @@ from depthgauge.recovery import distillation, divergence
 from depthgauge.recovery.distillation import MEASURED, Trained, Training, step_windows
 from depthgauge.recovery.divergence import SELECT, TRAIN, Pair
 from depthgauge.recovery.recover_model import trained_weights
-from depthgauge.results.recover_options import SHORT_TOKENS, Amount
-from depthgauge.results.recover_record import TIME_OVER
+from depthgauge.results.recover_record import SHORT_TOKENS, TIME_OVER, Amount
 
 
 def plain_distillation(pair: Pair) -> list[float]:

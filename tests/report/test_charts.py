@@ -12,10 +12,15 @@ import pytest
 from depthgauge.base.format import number
 from depthgauge.report.charts import draw
 from depthgauge.results.document import Chart, Place
-from depthgauge.results.gauge_document import gauge_section
+from depthgauge.results.gauge_document import (
+    depth_chart,
+    gauge_section,
+    head_map,
+    residual_curve,
+    sandwich_chart,
+    share_measures,
+)
 from depthgauge.results.gauge_record import check_result, read_result
-from depthgauge.results.layer_parts import head_map, residual_curve
-from depthgauge.results.network_document import depth_chart, sandwich_chart, share_measures
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 

@@ -14,8 +14,15 @@ from playwright.sync_api import expect
 import depthgauge as dg
 from depthgauge.cli.main import main
 from depthgauge.report.charts import draw
-from depthgauge.results.monitor_document import MOST_STEPS, monitor_document, shown_probes, step_maps
-from depthgauge.results.monitor_labels import ALARM_LABELS, QUANTITIES, monitor_verdict
+from depthgauge.results.monitor_document import (
+    ALARM_LABELS,
+    MOST_STEPS,
+    QUANTITIES,
+    monitor_document,
+    monitor_verdict,
+    shown_probes,
+    step_maps,
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from depthgauge.cli.main import main
 from depthgauge.report.page import render, templates
 from depthgauge.results.document import Table
 from depthgauge.results.gauge_document import gauge_command, gauge_section
-from depthgauge.results.gauge_options import GaugeSettings
-from depthgauge.results.gauge_record import check_result
+from depthgauge.results.gauge_record import GaugeSettings, check_result
 
 
 def test_nothing_from_the_document_is_markup(document):

@@ -32,9 +32,16 @@ from depthgauge.report.page import render
 from depthgauge.report.write import write_report
 from depthgauge.results.document import Part
 from depthgauge.results.record import ResultError
-from depthgauge.results.shrink_document import shrink_command, shrink_document, shrink_facts, shrink_parts, sizes_part
+from depthgauge.results.shrink_document import (
+    shrink_command,
+    shrink_document,
+    shrink_facts,
+    shrink_parts,
+    shrink_verdict,
+    sizes_part,
+    times_sentence,
+)
 from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
-from depthgauge.results.shrink_verdicts import shrink_verdict, times_sentence
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from evaluate_documents import document, evaluation
 
+from depthgauge.results.evaluate_document import difference_text, evaluate_verdict, percent_text, task_guarantees
 from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, check_evaluate
-from depthgauge.results.evaluate_verdicts import difference_text, evaluate_verdict, percent_text, task_guarantees
 from depthgauge.results.record import ResultError
 
 FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")

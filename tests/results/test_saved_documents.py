@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import depthgauge as dg
-from depthgauge.results.gauge_record import read_result
-from depthgauge.results.network_subject import CollapseRecord, NetworkSubject
+from depthgauge.results.gauge_record import CollapseRecord, NetworkSubject, read_result
 from depthgauge.results.record import read
 
 DATA = Path(__file__).parents[1] / "data" / "documents"

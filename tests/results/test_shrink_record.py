@@ -21,17 +21,24 @@ from shrink_documents import (
 )
 
 from depthgauge.base.errors import InputError
+from depthgauge.results.labels import objective_label
 from depthgauge.results.record import ResultError, load_document
-from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
-from depthgauge.results.shrink_record import SHRINK_ADVICE, PlanRecord, ShrinkRecord, check_shrink, read_plan
-from depthgauge.results.shrink_verdicts import (
+from depthgauge.results.shrink_document import (
     cost_rows,
     guarantee_sentences,
-    objective_label,
     shrink_verdict,
     shrink_warnings,
     stack_picture,
     times_sentence,
+)
+from depthgauge.results.shrink_record import (
+    SHRINK_ADVICE,
+    PlanRecord,
+    ShrinkOptions,
+    ShrinkRecord,
+    check_shrink,
+    make_shrink_options,
+    read_plan,
 )
 
 DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {

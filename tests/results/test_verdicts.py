@@ -2,9 +2,11 @@
 
 import pytest
 
-from depthgauge.results.checkpoint_subject import ScoreTrust
-from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
-from depthgauge.results.verdicts import (
+from depthgauge.results.gauge_record import (
+    DepthRow,
+    PrintedTheorem,
+    Sandwich,
+    ScoreTrust,
     checkpoint_verdict,
     network_verdict,
     printed_bound_text,

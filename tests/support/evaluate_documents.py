@@ -4,12 +4,12 @@ from functools import cache
 from typing import Any
 
 from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
-from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import (
     AccuracyRecord,
     EvaluatedModel,
     EvaluatedTask,
     EvaluatedText,
+    EvaluateOptions,
     EvaluateRecord,
     PerplexityRecord,
 )

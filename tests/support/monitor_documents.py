@@ -6,8 +6,14 @@ from typing import Any
 
 import depthgauge as dg
 from depthgauge.monitor.log_and_alarms import Detector
-from depthgauge.results.monitor_options import MonitorSettings
-from depthgauge.results.monitor_record import MonitoredModel, MonitorRun, Probe, ProbedHeads, ProbedLayer
+from depthgauge.results.monitor_record import (
+    MonitoredModel,
+    MonitorRun,
+    MonitorSettings,
+    Probe,
+    ProbedHeads,
+    ProbedLayer,
+)
 
 LAYERS, HEADS = 3, 2
 

@@ -16,7 +16,7 @@ from depthgauge.recovery import recover_model
 from depthgauge.recovery.distillation import TrainingMemoryError, step_windows
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
-from depthgauge.results.recover_options import Amount
+from depthgauge.results.recover_record import Amount
 from depthgauge.surgery import candidates as module
 from depthgauge.surgery.block_search import GREEDY, PEERS, Search
 from depthgauge.surgery.candidates import Candidates, Repaired, difference, make_model

@@ -14,7 +14,7 @@ from scipy import stats
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Durations
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import ShrinkOptions
 from depthgauge.surgery import candidates as shrunk_model
 from depthgauge.surgery.candidates import Candidates, largest_within
 from depthgauge.surgery.certify import assumption, quantile_guarantee, windows_needed

@@ -28,8 +28,8 @@ from depthgauge.base.errors import InputError, OutputError
 from depthgauge.base.format import ranges
 from depthgauge.checkpoints.source.model_files import Source, find
 from depthgauge.checkpoints.weights.load import Placement, load_config, load_model, load_tokenizer, wrap
+from depthgauge.results.shrink_document import guarantee_sentences, texts_caption, times_sentence
 from depthgauge.results.shrink_record import check_shrink
-from depthgauge.results.shrink_verdicts import guarantee_sentences, texts_caption, times_sentence
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 import depthgauge as dg
 from depthgauge.base.errors import InputError, InputFileError, NetworkFileError, OutputError
 from depthgauge.base.format import number
-from depthgauge.results.gauge_options import GaugeSettings
-from depthgauge.results.gauge_record import SCHEMA
+from depthgauge.results.gauge_record import SCHEMA, GaugeSettings
 from depthgauge.theory.network.random_networks import uniform_inputs
 from depthgauge.workflows import gauge_network as module
 from depthgauge.workflows import target as targets

@@ -17,7 +17,7 @@ from depthgauge.checkpoints.inputs.found_data import find_data
 from depthgauge.checkpoints.inputs.samples import read_data
 from depthgauge.checkpoints.weights.families import find_blocks
 from depthgauge.cli.main import main
-from depthgauge.results.gauge_options import GaugeOptions
+from depthgauge.results.gauge_record import GaugeOptions
 
 SMALL = {"device": "cpu"}
 QUICK = {"remove": 1, "effort": "quick", "device": "cpu"}

@@ -15,7 +15,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
 from depthgauge.checkpoints.inputs.samples import Samples, read_data
 from depthgauge.checkpoints.source.library import quiet
-from depthgauge.results.gauge_options import GaugeOptions
+from depthgauge.results.gauge_record import GaugeOptions
 
 CLASSES = {"bert": "BertForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}
 NAMES = ("bad", "good", "neither")

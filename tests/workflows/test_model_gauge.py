@@ -21,7 +21,7 @@ from depthgauge.checkpoints.blocks.block_runner import Stack
 from depthgauge.checkpoints.inputs.windows import read_windows
 from depthgauge.checkpoints.source.model_files import find
 from depthgauge.checkpoints.weights.load import Placement, load_tokenizer, wrap
-from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
+from depthgauge.results.gauge_record import LEAST_WINDOWS
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
 

@@ -29,8 +29,8 @@ from depthgauge.cli.main import main
 from depthgauge.recovery.distillation import Trained, distil
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
-from depthgauge.results.gauge_options import GaugeOptions
-from depthgauge.results.recover_options import Amount
+from depthgauge.results.gauge_record import GaugeOptions
+from depthgauge.results.recover_record import Amount
 from depthgauge.surgery import repair
 from depthgauge.surgery.block_search import Search
 from depthgauge.surgery.candidates import Candidates, block_weights, put_weights, train

@@ -19,7 +19,7 @@ from tiny_shrinks import LAYERS, quick, save
 from depthgauge.base.errors import InputError, InterruptedRunError
 from depthgauge.base.journal import journal_folder
 from depthgauge.checkpoints.source.library import quiet
-from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
+from depthgauge.results.shrink_record import ShrinkOptions, make_shrink_options
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
 
 pytestmark = pytest.mark.usefixtures("forked_verification")

@@ -21,7 +21,7 @@ from depthgauge.checkpoints.inputs.samples import Samples, read_data
 from depthgauge.checkpoints.source.library import quiet
 from depthgauge.checkpoints.weights.load import SpeechReader
 from depthgauge.cli.main import main
-from depthgauge.results.gauge_options import GaugeOptions
+from depthgauge.results.gauge_record import GaugeOptions
 
 
 @pytest.fixture(scope="module")

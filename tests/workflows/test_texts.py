@@ -18,7 +18,7 @@ from depthgauge.checkpoints.source.library import CheckpointError, quiet
 from depthgauge.checkpoints.source.model_files import find
 from depthgauge.checkpoints.tasks.language import MEASURED_LENGTH, MEASURED_WINDOWS
 from depthgauge.cli.main import main
-from depthgauge.results.shrink_options import make_shrink_options
+from depthgauge.results.shrink_record import make_shrink_options
 from depthgauge.surgery import open_model as module
 from depthgauge.surgery.calibration import prepare_calibration
 from depthgauge.surgery.open_model import OpenedModel, open_model, read_model

@@ -9,7 +9,7 @@ from depthgauge.base.format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from depthgauge.results.network_subject import CollapseRecord
+    from depthgauge.results.gauge_record import CollapseRecord
 
 
 def command(
@@ -91,7 +91,7 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
     from rich.console import Console
 
     from depthgauge.cli.print_document import part_lines
-    from depthgauge.results.network_document import sandwich_part
+    from depthgauge.results.gauge_document import sandwich_part
 
     console = Console()
     title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"

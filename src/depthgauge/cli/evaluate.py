@@ -8,8 +8,7 @@ import typer
 from depthgauge.base.errors import OutputError
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.results.evaluate_options import MODEL, TASKS, EvaluateOptions
-from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.evaluate_record import MODEL, TASKS, EvaluateOptions, EvaluateRecord
 
 
 @with_options(EvaluateOptions, {TASKS: "Tasks and texts", MODEL: "Models"}, paths=("text", "tokenizer"))

@@ -8,7 +8,7 @@ import typer
 from depthgauge.base.errors import OutputError
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.results.gauge_options import PATHS, GaugeOptions
+from depthgauge.results.gauge_record import PATHS, GaugeOptions
 
 if TYPE_CHECKING:
     from depthgauge.workflows.gauge import GaugeResult

@@ -27,8 +27,8 @@ from depthgauge.cli import (
 from depthgauge.cli.options import Verb
 from depthgauge.cli.output import print_terms
 from depthgauge.cli.torchrun import LaunchedCommand
-from depthgauge.results.glossary import TERMS
-from depthgauge.results.shrink_options import HEAL_IS_GONE
+from depthgauge.results.labels import TERMS
+from depthgauge.results.shrink_record import HEAL_IS_GONE
 
 app = typer.Typer(
     name="depthgauge",

@@ -7,7 +7,7 @@ import typer
 
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.results.recover_options import MODEL, TRAINING, RecoverOptions
+from depthgauge.results.recover_record import MODEL, TRAINING, RecoverOptions
 
 
 @with_options(RecoverOptions, {TRAINING: "Training", MODEL: "Models"}, paths=("text", "tokenizer"))

@@ -9,9 +9,8 @@ import typer
 from depthgauge.base.errors import DepthgaugeError, InputError
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
-from depthgauge.results.shrink_record import PlanRecord
-from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence
+from depthgauge.results.shrink_document import limit_failed, limit_sentence
+from depthgauge.results.shrink_record import MODEL, SIZE, TEXT, PlanRecord, ShrinkOptions
 
 _PANELS = {SIZE: "Size and guarantee", TEXT: "Data", MODEL: "Model"}
 _FILES = "Files"

@@ -18,13 +18,20 @@ import numpy as np
 from depthgauge.base.errors import DepthgaugeError, InputError, MissingPackageError, OutputError, unknown_name
 from depthgauge.base.format import counted, number
 from depthgauge.base.io import write_text
-from depthgauge.results.monitor_labels import QUANTITIES, alarm_words, entropy_share, largest_score_range, layer_ranges
-from depthgauge.results.monitor_options import AlarmThresholds, MonitorOptions
+from depthgauge.results.monitor_document import (
+    QUANTITIES,
+    alarm_words,
+    entropy_share,
+    largest_score_range,
+    layer_ranges,
+)
 from depthgauge.results.monitor_record import (
     ALARMS,
     METRICS,
     RUN,
     Alarm,
+    AlarmThresholds,
+    MonitorOptions,
     MonitorRun,
     Probe,
     ProbedHeads,

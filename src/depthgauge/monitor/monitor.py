@@ -30,14 +30,17 @@ from depthgauge.monitor.log_and_alarms import (
 from depthgauge.monitor.measurement import combined, moved
 from depthgauge.monitor.probes import ModelProbe, NetworkProbe, make_batch, make_inputs
 from depthgauge.monitor.undisturbed import ProbeError, Processes, cause_of, rank
-from depthgauge.results.monitor_options import (
+from depthgauge.results.monitor_record import (
+    Alarm,
     AlarmThresholds,
     MonitorOptions,
+    MonitorRecord,
+    MonitorRun,
     MonitorSettings,
+    Probe,
     check_options,
     check_thresholds,
 )
-from depthgauge.results.monitor_record import Alarm, MonitorRecord, MonitorRun, Probe
 from depthgauge.theory.network.network import SelfAttentionNetwork
 
 EVERY = 200

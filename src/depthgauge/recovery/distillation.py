@@ -30,8 +30,7 @@ from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, transformers
 from depthgauge.recovery.divergence import APART, SELECT, Pair, trained_alone
 from depthgauge.results.record import finite
-from depthgauge.results.recover_options import Amount
-from depthgauge.results.recover_record import NO_GAIN, TIME_OVER, TOKENS_DONE, RecoveryPoint
+from depthgauge.results.recover_record import NO_GAIN, TIME_OVER, TOKENS_DONE, Amount, RecoveryPoint
 
 T = TypeVar("T")
 RATE = 0.003

@@ -16,8 +16,7 @@ from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair
 from depthgauge.recovery.helpers import ended_processes, send_training
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.record import finite
-from depthgauge.results.recover_options import Amount
-from depthgauge.results.recover_record import RecoveryRecord
+from depthgauge.results.recover_record import Amount, RecoveryRecord
 
 
 def trained_weights(checkpoint: Checkpoint) -> list[nn.Parameter]:

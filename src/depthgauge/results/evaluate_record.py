@@ -1,12 +1,127 @@
-"""The result of `evaluate` as records."""
+"""What `evaluate` is asked to do and its result, as records."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from depthgauge.base.errors import InputError, require_count
 from depthgauge.base.format import number
 from depthgauge.base.frames import frame
-from depthgauge.results.evaluate_options import EvaluateOptions
-from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, read
+from depthgauge.results.gauge_record import check_common, path_list
+from depthgauge.results.record import (
+    RARE,
+    Count,
+    Measured,
+    Number,
+    OptionsRecord,
+    Record,
+    ResultError,
+    combine_options,
+    read,
+)
+
+TASKS, MODEL = "tasks", "model"
+CLOZE = "depthgauge_cloze"
+"""The task that depthgauge ships."""
+_TASKS, _MODEL = (Meta(extra={"only": panel}) for panel in (TASKS, MODEL))
+
+
+class EvaluateOptions(OptionsRecord, frozen=True, kw_only=True):
+    """What `evaluate` is asked to do. `depthgauge evaluate --help` shows the same text.
+
+    Attributes:
+        tasks: Names of lm-eval tasks, or YAML files of tasks, with commas between them  [default: depthgauge_cloze,
+            unless there is --perplexity].
+        limit: Items of each task, the first ones; 0 means all  [default: 500].
+        text: Build depthgauge_cloze from this text file, or FILE.jsonl:FIELD  [default: a built-in text].
+        perplexity: Also measure the perplexity on a text file: FILE or NAME:FILE, such as wikitext2:wiki.test.raw;
+            repeat it for several.
+        window: Tokens per window of --perplexity  [default: 2048, or the model's context if that is shorter].
+        confidence: Confidence of the guarantees  [default: 0.95].
+        bos: Start every item with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the GGUF
+            metadata says and otherwise measures on the first model.
+        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
+        device: Device  [default: a GPU if there is one].
+        device_map: Spread the model over devices, as transformers does: auto.
+        stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
+            fit].
+        tokenizer: Directory of a tokenizer that replaces those of the checkpoints.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes.
+    """
+
+    tasks: Annotated[str | None, _TASKS] = None
+    limit: Annotated[int, _TASKS] = 500
+    text: Annotated[str | None, _TASKS] = None
+    perplexity: Annotated[tuple[str, ...], _TASKS] = ()
+    window: Annotated[int | None, _TASKS] = None
+    confidence: Annotated[float, _TASKS, RARE] = 0.95
+    bos: Annotated[str, _TASKS, RARE] = "auto"
+    dtype: Annotated[str, _MODEL] = "auto"
+    device: Annotated[str | None, _MODEL] = None
+    device_map: Annotated[str | None, _MODEL, RARE] = None
+    stream: Annotated[bool, _MODEL, RARE] = False
+    tokenizer: Annotated[str | None, _MODEL, RARE] = None
+    allow: Annotated[str | None, _MODEL, RARE] = None
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, or the shipped one if nothing is asked for.
+
+        >>> EvaluateOptions().task_names, EvaluateOptions(tasks="piqa, mine.yaml").task_names
+        (('depthgauge_cloze',), ('piqa', 'mine.yaml'))
+        """
+        if self.tasks is None:
+            return () if self.perplexity else (CLOZE,)
+        return split_tasks(self.tasks)
+
+    def check(self, models: int) -> None:
+        """Raise for options that are out of range, contradict each other, or have no effect on so many models."""
+        check_common(self)
+        require_count("limit", self.limit, "the number of items of each task; 0 means all", least=0)
+        names = self.task_names
+        needed = {
+            "text": (CLOZE in names, f"{CLOZE} among --tasks"),
+            "window": (self.perplexity, "--perplexity"),
+            "limit": (names, "--tasks"),
+            "confidence": (names and models > 1, "--tasks and a second model"),
+        }
+        for name, (is_there, what) in needed.items():
+            if name in self.given() and not is_there:
+                raise InputError(f"--{name} has no effect without {what}; leave it out")
+
+
+def split_tasks(tasks: str) -> tuple[str, ...]:
+    """Return the names in a list with commas; raise if one is empty or occurs twice."""
+    names = tuple(name.strip() for name in tasks.split(","))
+    for name in names:
+        if not name:
+            raise InputError(f"tasks must be names with commas between them, such as piqa,arc_easy, got {tasks!r}")
+        if names.count(name) > 1:
+            raise InputError(f"the task {name} is given twice; give every task once")
+    return names
+
+
+def make_evaluate_options(options: EvaluateOptions | None, fields: dict[str, Any]) -> EvaluateOptions:
+    """Combine an options record with single options given by keyword; check the types of both.
+
+    Tasks and texts may be given as lists, and a single text as one path.
+    """
+
+    def names(value: Any) -> Any:
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+    def path(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    normal = {"tasks": names, "perplexity": path_list, "text": path, "tokenizer": path}
+    return combine_options(EvaluateOptions, "evaluate", options, fields, normal)
+
+
+# --- The result -------------------------------------------------------------------------------------------------------
 
 EVALUATE_SCHEMA = "depthgauge.evaluate/1"
 EVALUATE_ADVICE = "give the file that `depthgauge evaluate --out` wrote"
@@ -143,7 +258,6 @@ class EvaluateRecord(Record, frozen=True, kw_only=True):
 
 def check_evaluate(document: Any, name: str = "the result") -> EvaluateRecord:
     """Return a parsed result document as a record; keys that the schema does not know are ignored."""
-    check_schema(document, EVALUATE_SCHEMA, name, EVALUATE_ADVICE)
     record = read(document, EvaluateRecord, name, EVALUATE_ADVICE)
     entries = {f"tasks[{k}].results": len(task.results) for k, task in enumerate(record.tasks)}
     entries |= {f"texts[{k}].results": len(text.results) for k, text in enumerate(record.texts)}

@@ -1,4 +1,4 @@
-"""Names of the what-ifs and of the layer scores, with the text that tables and reports show for them.
+"""Names of what-ifs, layer scores, objectives and kinds of text, with what is shown for them, and the glossary.
 
 This file is the only list of these names. Result documents, tables, charts and `--what-if` all read it.
 """
@@ -130,3 +130,99 @@ def unit(objective: str) -> str:
         "logits": "relative change of the logits",
         "embedding": "1 − cosine of the embeddings",
     }.get(objective, "relative change of the final states")
+
+
+GIVEN = ("text", "texts", "images", "pairs", "recordings")
+"""Kinds of windows that the user gave: windows of a text, and what was given one by one."""
+
+
+@dataclass(frozen=True)
+class ObjectiveLabel:
+    """The text shown for one objective.
+
+    - `title`: the quantity with its unit, for tables
+    - `added`: its increase with the unit, for axes
+    - `change`: what happens to it; the amount replaces `#`
+    - `output`: where the output is compared with the dense model's: what moves
+    """
+
+    title: str
+    added: str
+    change: str
+    output: str = "its output moves"
+
+    def by(self, amount: str) -> str:
+        """Return what happens to the quantity: `the loss grows by 0.43 nats per token`."""
+        change = self.change.replace("grows", "changes") if amount.startswith("-") else self.change
+        return change.replace("#", amount, 1)
+
+
+OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
+    "loss": ObjectiveLabel(
+        "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
+    ),
+    "states": ObjectiveLabel(
+        "relative change of the final states", "relative change of states",
+        "the final states change by # of their size", "its final states move",
+    ),
+    "labels": ObjectiveLabel("loss of the labels, nats", "loss added, nats", "the loss of the labels grows by # nats"),
+    "logits": ObjectiveLabel(
+        "relative change of the logits", "relative change of logits",
+        "the logits change by # of their size", "the logits of its head move",
+    ),
+    "embedding": ObjectiveLabel(
+        "1 − cosine of the embeddings", "1 − cosine of embeddings",
+        "the cosine of the embeddings falls by #", "its embeddings turn",
+    ),
+}  # fmt: skip
+"""Objective → label."""
+
+_YOURS = {kind: f"your {kind}" for kind in GIVEN}
+
+TEXTS = _YOURS | {"sampled": "sampled from the model", "built-in": "built-in text"}
+"""Kind of text → label."""
+
+ABOUT = _YOURS | {"sampled": "text that the model writes itself", "built-in": "the built-in text"}
+"""Kind of text → what a guarantee about it says."""
+
+SHORT_TEXTS = _YOURS | {"sampled": "sampled", "built-in": "built-in"}
+"""Kind of text → label next to a chart."""
+
+BY_LOSS = ("loss", "labels")
+"""Objectives that have a value before and after."""
+
+
+def objective_label(objective: str) -> ObjectiveLabel:
+    """Return the label of an objective; one that is not known is shown by its name."""
+    return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(objective, objective, "the objective grows by #")
+
+
+# --- The glossary on one screen; docs/glossary.md explains all of its terms -------------------------------------------
+
+TERMS: Mapping[str, str] = {
+    "paper A": "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse",
+    "paper B": "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention",
+    "η, φ": "largest |weight| of a network; largest |entry| of its inputs (radius)",
+    "residual": "‖Res X‖/‖X‖: what remains of a state after its common row is removed; 0: all tokens equal",
+    "TV to uniform": "distance of attention from plain averaging: 0 averages, 1 selects one token",
+    "attained": "at least one input is off by this (attacked lower bound, evaluated rigorously)",
+    "proved": "no input is off by more (upper bound; the rounding of its proof is included)",
+    "Theorem D.1": "the bound that paper A prints; (…): its conditions fail; false: an input exceeds it",
+    "joint": "proof: all heads and layers bounded together",
+    "plain": "proof: every head bounded alone, and the bounds added",
+    "pairs": "proof: all heads are bounded together, over pairs of tokens (--tokens)",
+    "squares": "proof: the joint bound sharpened by sums of squares (--effort high)",
+    "deletion": "proof: attention removed layer by layer; causal networks and networks with MLPs",
+    "refuted": "for every shallower network tried, an input was found on which it exceeds the tolerance",
+    "undecided": "neither proved nor refuted; for statements: hidden constants, or no time left",
+    "fold": "a run of layers replaced by one averaging layer",
+    "what-if": "the loss added when a part of one layer is skipped, with its 95 % interval",
+    "static error": "relative error of a head's output with the best fixed attention pattern",
+    "repair": "a change of output maps, gains and biases of the kept blocks, after blocks were removed",
+    "certify windows": "text that nothing was fitted or selected on; the numbers of shrink are measured on it",
+    "guarantee": "bound on the increase of the loss for future windows exchangeable with the certify windows",
+    "rank correlation": "Spearman's correlation of a layer score with the measured cost; 1: same order",
+    "F_exp(D₁), F_lin(D₀)": "output of paper B's network on a data set, with softmax or linear attention",
+    "1⁻": "the largest ratio found is below 1 and rounds to 1",
+}
+"""Term → meaning, one line each."""

@@ -74,7 +74,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return html_facts(type(self).__name__, self.summary(), ("field", "value"))
 
 
-Options = TypeVar("Options", bound=Record)
+class OptionsRecord(Record, frozen=True, kw_only=True):
+    """The options of a verb, each with its default."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name."""
+        default = {field.name: field.default for field in msgspec.structs.fields(self)}
+        return {name: getattr(self, name) for name in default if getattr(self, name) not in (None, default[name])}
+
+
+Options = TypeVar("Options", bound=OptionsRecord)
 
 
 def combine_options(
@@ -113,7 +122,7 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Record)
 
 _EXPECTED = {
     "array": "a list", "object": "an object", "str": "a string", "int": "a whole number", "float": "a number",
@@ -140,11 +149,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
-    """Raise ResultError unless a parsed document is an object with the expected schema, such as `depthgauge.gauge/1`.
-
-    `name` is what the error calls the document, usually its path, and `advice` is the end of the error.
-    """
+def _check_schema(document: Any, expected: str, name: str, advice: str) -> None:
     if not isinstance(document, dict):
         raise ResultError(
             f"{name} is not a result document: expected an object, got {short(repr(document), 60)}; {advice}"
@@ -163,10 +168,15 @@ def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
 
 
 def read(document: Any, kind: type[T], name: str, advice: str) -> T:
-    """Return a parsed JSON document as a record; `name` and `advice` as in `check_schema`.
+    """Return a parsed JSON document as a record; keys that the record does not have are ignored.
 
-    A ResultError names the first place that does not fit, such as `subjects[0].layers[3].heads: expected a list`.
+    A ResultError calls the document `name`, usually its path, and ends with `advice`. It names the first place that
+    does not fit, such as `subjects[0].layers[3].heads: expected a list`. A document of a record with a `schema`, such
+    as `depthgauge.gauge/1`, must have the same one.
     """
+    schema = next((field.default for field in msgspec.structs.fields(kind) if field.name == "schema"), None)
+    if schema is not None:
+        _check_schema(document, schema, name, advice)
     try:
         return msgspec.convert(document, kind)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from depthgauge.base.format import capital, duration, number, size_text
+from depthgauge.base.format import capital, duration, interval_text, number, size_text
 from depthgauge.results.document import (
     MEASURED,
     SCREENS,
@@ -21,8 +21,8 @@ from depthgauge.results.document import (
     settings_table,
 )
 from depthgauge.results.evaluate_document import evaluate_parts
+from depthgauge.results.labels import objective_label
 from depthgauge.results.recover_record import RecoverRecord, RecoveryRecord
-from depthgauge.results.shrink_verdicts import objective_label, recover_verdict, recovery_sentences, text_label
 
 _LINES = (
     ("selection windows", "select", MEASURED), ("a text kept apart", "apart", "@blue"),
@@ -91,10 +91,38 @@ def recovery_part(recovery: RecoveryRecord | None, objective: str) -> Part | Non
 
 def _texts_part(record: RecoverRecord) -> Part:
     rows = tuple(
-        (text_label(one), one.windows, one.teacher, one.before, one.after, ranged(one.change, one.low, one.high))
+        (
+            one.label,
+            one.windows,
+            one.teacher,
+            one.before,
+            one.after,
+            ranged(one.change, one.low, one.high),
+        )
         for one in record.texts
     )
     columns = ("text", "windows", "source", "before", "after", ("change", "change", "low", "high"))
     caption = "On windows that nothing was trained on or chosen by, with the 95 % interval of the change."
     table = Table(capital(objective_label(record.objective).title), columns, rows, is_open=True)
     return Part("texts", "What it gained on each text", caption, None, table)
+
+
+def recover_verdict(record: RecoverRecord) -> str:
+    """State what a recovery changed on windows that were kept apart, and that it was undone if it was."""
+    if not record.recovery.kept:
+        return f"{record.name} was not improved: the training gained less than its standard error and was undone"
+    changes = (f"{text.label}: {interval_text(text.change, text.low, text.high)}" for text in record.texts)
+    return f"{record.name} changed by, {objective_label(record.objective).title}: {'; '.join(changes)}"
+
+
+def recovery_sentences(recovery: RecoveryRecord) -> tuple[str, ...]:
+    """Return what the recovery did, what it was trained on, and what was done to fit it in."""
+    parts = ", ".join(f"{about} ({tokens:,} tokens)" for about, tokens in recovery.data.items())
+    return (
+        f"recovery: {recovery.tokens:,} tokens in {duration(recovery.seconds)} ({recovery.ended}) changed the "
+        f"objective on the selection windows from {number(recovery.before, 4)} to {number(recovery.after, 4)} "
+        f"(standard error of the difference {number(recovery.error, 2)}); it was "
+        f"{'kept' if recovery.kept else 'undone'}",
+        f"recovery, trained on: {parts}",
+        *(f"recovery: {what}" for what in recovery.how),
+    )

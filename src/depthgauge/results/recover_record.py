@@ -1,12 +1,138 @@
-"""What a recovery did: how long, how fast, and how the losses fell."""
+"""What `recover` is asked to do, and what a recovery did: how long, how fast, and how the losses fell."""
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from depthgauge.base.errors import InputError, require_seed
 from depthgauge.base.format import number
 from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.record import Count, Measured, Number, Record, check_schema, read
-from depthgauge.results.recover_options import RecoverOptions
+from depthgauge.results.gauge_record import check_common, path_list
+from depthgauge.results.labels import GIVEN, TEXTS
+from depthgauge.results.record import RARE, Count, Measured, Number, OptionsRecord, Record, combine_options, read
+
+TRAINING, MODEL = "training", "model"
+AUTO, OFF = "auto", "off"
+AUTO_TOKENS, AUTO_SECONDS = 2_000_000, 600.0
+"""The most that `auto` trains."""
+SHORT_TOKENS = 100_000
+"""Tokens after which sets of blocks are compared. Three to five sets of SmolLM2-135M and of Gemma-3-270m had the same
+order after 40,000, 200,000 and 400,000 tokens."""
+_TRAINING, _MODEL = (Meta(extra={"only": panel}) for panel in (TRAINING, MODEL))
+_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How long to train: until one of the limits, or, if `stops`, until the selection windows gain no more."""
+
+    tokens: int | None = None
+    seconds: float | None = None
+    stops: bool = False
+
+    @property
+    def short(self) -> "Amount":
+        """A tenth of it, and at most `SHORT_TOKENS`: enough to compare models before one is chosen."""
+        tokens = SHORT_TOKENS if self.tokens is None else min(SHORT_TOKENS, max(1, self.tokens // 10))
+        return Amount(tokens, None if self.seconds is None else self.seconds / 10)
+
+
+def amount_of(text: str, name: str = "recover") -> Amount | None:
+    """Return what `2M`, `10min` or `auto` stands for; None for `off`.
+
+    >>> amount_of("1.5M"), amount_of("10 min"), amount_of("off")
+    (Amount(tokens=1500000, seconds=None, stops=False), Amount(tokens=None, seconds=600.0, stops=False), None)
+    """
+    if text in (AUTO, OFF):
+        return Amount(AUTO_TOKENS, AUTO_SECONDS, stops=True) if text == AUTO else None
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|k|K|M|G|)\s*", text)
+    value = 0.0 if match is None else float(match[1])
+    if match is None or value <= 0:
+        raise InputError(
+            f"{name} must be a number of tokens such as 2M, a time such as 10min, {AUTO} or {OFF}, got {text!r}"
+        )
+    if match[2] in _SECONDS:
+        return Amount(seconds=value * _SECONDS[match[2]])
+    return Amount(tokens=max(1, round(value * _UNITS[match[2].replace("K", "k")])))
+
+
+class RecoverOptions(OptionsRecord, frozen=True, kw_only=True):
+    """What `recover` is asked to do. `depthgauge recover --help` shows the same text.
+
+    Attributes:
+        teacher: The model that the smaller one was made from: a directory, a GGUF file, or a name on the hub.
+        text: Text file, or FILE.jsonl:FIELD, to train on; repeat it for several. Windows that decide or measure are
+            not trained on.
+        general: The second half of the training windows, which keeps the model general: a text file, a data set on the
+            hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the teacher writes after the
+            beginnings of passages of your text and of the built-in one].
+        tokens: How many tokens to train on, such as 2M  [default: 2M, unless there is --minutes].
+        minutes: How long to train.
+        evaluate: Run these tasks on the teacher and on the smaller model before and after: depthgauge_cloze, or names
+            of lm-eval tasks with commas between them; 500 items of each  [default: depthgauge_cloze on a GPU, if
+            lm-eval is installed].
+        window: Tokens per window  [default: 512, or the model's context if that is shorter].
+        bos: Start every window with the BOS token: yes, no, or auto  [default].
+        seed: Seed of everything random  [default: 0].
+        dtype: Number type of the teacher  [default: float32 on a CPU, the checkpoint's own on a GPU].
+        device: Device  [default: a GPU if there is one].
+        tokenizer: Directory of a tokenizer that replaces the one of the teacher.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes.
+    """
+
+    teacher: Annotated[str | None, _TRAINING] = None
+    text: Annotated[tuple[str, ...], _TRAINING] = ()
+    general: Annotated[str | None, _TRAINING] = None
+    tokens: Annotated[str | None, _TRAINING] = None
+    minutes: Annotated[float | None, _TRAINING] = None
+    evaluate: Annotated[str | None, _TRAINING] = None
+    window: Annotated[int | None, _TRAINING, RARE] = None
+    bos: Annotated[str, _TRAINING, RARE] = "auto"
+    seed: Annotated[int, _TRAINING, RARE] = 0
+    dtype: Annotated[str, _MODEL] = "auto"
+    device: Annotated[str | None, _MODEL] = None
+    tokenizer: Annotated[str | None, _MODEL, RARE] = None
+    allow: Annotated[str | None, _MODEL, RARE] = None
+
+    @property
+    def amount(self) -> Amount:
+        """How long to train."""
+        seconds = None if self.minutes is None else 60 * float(self.minutes)
+        tokens = "2M" if self.tokens is None and seconds is None else self.tokens
+        found = Amount() if tokens is None else amount_of(tokens, "tokens")
+        if found is None or found.stops or found.seconds is not None:
+            raise InputError(f"tokens must be a number of tokens, such as 2M, got {tokens!r}; --minutes is for a time")
+        return Amount(found.tokens, seconds)
+
+    def check(self) -> None:
+        """Raise for options that are missing or out of range."""
+        if self.teacher is None:
+            raise InputError("--teacher is missing; give the model that the smaller one was made from")
+        if self.minutes is not None and not 0 < self.minutes < 1e6:
+            raise InputError(f"minutes must be a positive number, got {self.minutes!r}; it is how long to train")
+        _ = self.amount
+        check_common(self)
+        require_seed(self.seed)
+
+
+def make_recover_options(options: RecoverOptions | None, fields: dict[str, Any]) -> RecoverOptions:
+    """Combine an options record with single options given by keyword; check the types of both."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path | int) else value
+
+    normal = {"text": path_list, "tokens": plain, **dict.fromkeys(("teacher", "general", "tokenizer"), plain)}
+    return combine_options(RecoverOptions, "recover", options, fields, normal)
+
+
+# --- The result -------------------------------------------------------------------------------------------------------
 
 RECOVER_SCHEMA = "depthgauge.recover/1"
 RECOVER_ADVICE = "give the `depthgauge.json` in the directory that `depthgauge recover --out DIR` wrote"
@@ -57,16 +183,27 @@ class RecoveryRecord(Record, frozen=True, kw_only=True):
     curve: tuple[RecoveryPoint, ...]
 
 
-class RecoveredText(Record, frozen=True, kw_only=True):
+class MeasuredText(Record, frozen=True, kw_only=True):
+    """Windows of one kind of text that nothing was fitted, trained or chosen on."""
+
+    kind: str
+    name: str
+    windows: Count
+
+    @property
+    def label(self) -> str:
+        """What the text is: `your text (corpus.txt)`."""
+        kind = TEXTS.get(self.kind, self.kind)
+        return f"{kind} ({self.name})" if self.kind in GIVEN and self.name else kind
+
+
+class RecoveredText(MeasuredText, frozen=True, kw_only=True):
     """The objective on one text, on windows that nothing was trained on or chosen by.
 
     - `teacher`, `before`, `after`: the objective of the teacher, and of the smaller model before and after
     - `change`: after − before, with the 95 % confidence interval from `low` to `high`; None with fewer than 4 windows
     """
 
-    kind: str
-    name: str
-    windows: Count
     teacher: Measured
     before: Measured
     after: Measured
@@ -113,5 +250,4 @@ class RecoverRecord(Record, frozen=True, kw_only=True):
 
 def check_recover(document: Any, name: str = "the result", advice: str = RECOVER_ADVICE) -> RecoverRecord:
     """Return a parsed result document as a record; a ResultError names the place that does not fit."""
-    check_schema(document, RECOVER_SCHEMA, name, advice)
     return read(document, RecoverRecord, name, advice)

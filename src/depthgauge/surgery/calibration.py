@@ -35,7 +35,8 @@ from depthgauge.checkpoints.inputs.windows import (
 )
 from depthgauge.checkpoints.tasks.language import Start, ordinary_tokens, sample_windows
 from depthgauge.checkpoints.weights.load import Checkpoint
-from depthgauge.results.shrink_record import GIVEN, CalibrationRecord, SourceRecord
+from depthgauge.results.labels import GIVEN
+from depthgauge.results.shrink_record import CalibrationRecord, SourceRecord
 
 # --- Read the texts of a shrink and cut them into windows, before the special tokens are known -----------------------
 # Whether windows start with the BOS token is measured when the weights are loaded, on the start of the built-in text.

@@ -37,9 +37,8 @@ from depthgauge.checkpoints.weights.load import (
     wrap,
 )
 from depthgauge.checkpoints.weights.stored_weights import built_model, stored_dtype
-from depthgauge.results.gauge_options import BOTH, allows
-from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
-from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.results.gauge_record import BOTH, allows
+from depthgauge.results.shrink_record import ABOUT_FILES, PlanRecord, ShrinkOptions
 from depthgauge.surgery.calibration import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.gguf_layout import GgufLayout, match_weights, read_layout

@@ -25,7 +25,7 @@ from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, Objective, 
 from depthgauge.checkpoints.inputs.samples import Inputs, Samples, as_samples, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.weights.load import Checkpoint
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.fresh_process import generations, prompt_of

@@ -23,7 +23,7 @@ from depthgauge.base.format import size_text
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.checkpoints.source.library import quiet, transformers
 from depthgauge.checkpoints.source.model_files import PICKLED, Source
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import ShrinkOptions
 
 # --- The outputs of `shrink`: a directory, or a GGUF file with its record next to it ---------------------------------
 

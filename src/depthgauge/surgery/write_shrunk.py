@@ -27,11 +27,10 @@ from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.weights.load import HEADROOM, Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory
 from depthgauge.results.document import Part, Place, fixed
-from depthgauge.results.gauge_options import BOTH
-from depthgauge.results.labels import of_stack
-from depthgauge.results.shrink_document import shrink_parts
-from depthgauge.results.shrink_record import GIVEN, LLAMA, ReloadRecord, ShrinkRecord, SpeedRecord
-from depthgauge.results.shrink_verdicts import layers_text
+from depthgauge.results.gauge_record import BOTH
+from depthgauge.results.labels import GIVEN, of_stack
+from depthgauge.results.shrink_document import layers_text, shrink_parts
+from depthgauge.results.shrink_record import LLAMA, ReloadRecord, ShrinkRecord, SpeedRecord
 from depthgauge.surgery.candidates import ShrunkModel
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists

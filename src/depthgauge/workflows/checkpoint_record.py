@@ -12,7 +12,7 @@ from depthgauge.checkpoints.blocks.circuits import CircuitSizes, regime
 from depthgauge.checkpoints.blocks.window_observer import STATIC, combine, spearman
 from depthgauge.checkpoints.tasks.confidence import mean_interval
 from depthgauge.checkpoints.weights.load import Checkpoint
-from depthgauge.results.checkpoint_subject import (
+from depthgauge.results.gauge_record import (
     CheckpointHead,
     CheckpointLayer,
     CheckpointState,
@@ -20,13 +20,13 @@ from depthgauge.results.checkpoint_subject import (
     ExpertLoss,
     FastPlan,
     Interval,
+    Residual,
     ScoreTrust,
     TextWindows,
+    checkpoint_verdict,
 )
 from depthgauge.results.labels import EXPERT, SCORES
-from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
-from depthgauge.results.verdicts import checkpoint_verdict
 from depthgauge.theory.measures.quantities import SampleResiduals, residual_record
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from depthgauge.base.errors import unknown_name
 from depthgauge.base.io import write_atomically
 from depthgauge.base.progress import Step, silent
-from depthgauge.results.network_subject import CollapseRecord
+from depthgauge.results.gauge_record import CollapseRecord
 from depthgauge.theory.certificates.certificate import Certificate, certify, check_request
 from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.certificates.token_set import Tokens

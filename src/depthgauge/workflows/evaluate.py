@@ -13,9 +13,8 @@ from depthgauge.checkpoints.source.hub import resolve
 from depthgauge.checkpoints.source.model_files import require_streamable
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.write import check_page, page_text
-from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
-from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.gauge_options import CHECKPOINTS, allows
+from depthgauge.results.evaluate_record import CLOZE, EvaluateOptions, EvaluateRecord, make_evaluate_options
+from depthgauge.results.gauge_record import CHECKPOINTS, allows
 from depthgauge.workflows.target import resolve_target
 
 

@@ -30,9 +30,15 @@ from depthgauge.checkpoints.tasks.language import (
     window_losses,
 )
 from depthgauge.checkpoints.weights.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
-from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
-from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
-from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text
+from depthgauge.results.evaluate_document import AS_FIRST, difference_text
+from depthgauge.results.evaluate_record import (
+    CLOZE,
+    EvaluatedModel,
+    EvaluatedTask,
+    EvaluatedText,
+    EvaluateOptions,
+    EvaluateRecord,
+)
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.recover_record import RECOVER_SCHEMA, check_recover
 from depthgauge.results.shrink_record import SHRINK_ADVICE, CalibrationRecord, check_shrink

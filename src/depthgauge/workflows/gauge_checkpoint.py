@@ -55,10 +55,16 @@ from depthgauge.checkpoints.weights.load import (
 )
 from depthgauge.checkpoints.weights.stored_weights import weights_digest
 from depthgauge.monitor.undisturbed import undisturbed
-from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
-from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings, allows
+from depthgauge.results.gauge_record import (
+    SAMPLES,
+    CheckpointSubject,
+    GaugeOptions,
+    GaugeSettings,
+    TextWindows,
+    allows,
+    unobserved_sentence,
+)
 from depthgauge.results.labels import EXPERT
-from depthgauge.results.verdicts import unobserved_sentence
 from depthgauge.surgery.open_model import describe_model
 from depthgauge.workflows.checkpoint_record import subject_record
 from depthgauge.workflows.gauge_request import GaugeRequest

@@ -9,9 +9,17 @@ from torch import Tensor
 
 from depthgauge.base.format import number
 from depthgauge.base.progress import Step
-from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOptions, GaugeSettings
-from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, Sandwich
-from depthgauge.results.verdicts import network_verdict
+from depthgauge.results.gauge_record import (
+    NETWORK_DEFAULTS,
+    NETWORKS,
+    DepthRow,
+    GaugeOptions,
+    GaugeSettings,
+    NetworkDescription,
+    NetworkSubject,
+    Sandwich,
+    network_verdict,
+)
 from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.depth.effective import FoldBounds, can_fold, certified_depth, measured_depth, measured_errors

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import FoundData, check_files, checked_data, class_in_config
 from depthgauge.checkpoints.source.model_files import Source
-from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, chosen_kinds
-from depthgauge.results.shrink_options import ABOUT_FILES
+from depthgauge.results.gauge_record import CHECKPOINTS, GaugeOptions, chosen_kinds
+from depthgauge.results.shrink_record import ABOUT_FILES
 from depthgauge.workflows.resolved_model import resolved
 from depthgauge.workflows.target import Target
 

@@ -13,8 +13,8 @@ from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.weights.load import Checkpoint, Placement, blocks_of, fitted, load_config, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory, streamed_bytes
 from depthgauge.recovery.distillation import TRAINING
-from depthgauge.results.gauge_options import GaugeOptions
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.gauge_record import GaugeOptions
+from depthgauge.results.shrink_record import ShrinkOptions
 from depthgauge.surgery.calibration import CutTexts
 from depthgauge.surgery.open_model import ReadModel, calibration_sizes, describe_model, requested_counts, written_sizes
 from depthgauge.surgery.write_model import free_disk, require_room

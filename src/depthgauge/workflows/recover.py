@@ -13,9 +13,8 @@ from depthgauge.checkpoints.inputs.text_files import find_general, find_texts, i
 from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.report.write import check_page, page_text, write_report
-from depthgauge.results.gauge_options import CHECKPOINTS, allows
-from depthgauge.results.recover_options import RecoverOptions, make_recover_options
-from depthgauge.results.recover_record import RecoverRecord
+from depthgauge.results.gauge_record import CHECKPOINTS, allows
+from depthgauge.results.recover_record import RecoverOptions, RecoverRecord, make_recover_options
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.workflows.target import resolve_target
 

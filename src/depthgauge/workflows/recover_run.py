@@ -32,11 +32,10 @@ from depthgauge.checkpoints.weights.load import (
 from depthgauge.checkpoints.weights.stored_weights import stored_dtype
 from depthgauge.recovery.divergence import require_pair
 from depthgauge.recovery.recover_model import trained_weights
-from depthgauge.results.evaluate_options import EvaluateOptions
+from depthgauge.results.evaluate_record import EvaluateOptions
 from depthgauge.results.record import finite
-from depthgauge.results.recover_options import RecoverOptions
-from depthgauge.results.recover_record import RecoveredText, RecoverRecord
-from depthgauge.results.shrink_verdicts import reload_sentence
+from depthgauge.results.recover_record import RecoveredText, RecoverOptions, RecoverRecord
+from depthgauge.results.shrink_document import reload_sentence
 from depthgauge.surgery.calibration import (
     Calibration,
     CalibrationRequest,

@@ -14,7 +14,7 @@ from depthgauge.checkpoints.tasks.language import Start
 from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData, training_data
-from depthgauge.results.recover_options import Amount
+from depthgauge.results.recover_record import Amount
 from depthgauge.surgery.calibration import Calibration
 
 ENOUGH = 2**16

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source.model_files import Source
-from depthgauge.results.gauge_options import GaugeOptions, allows
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.gauge_record import GaugeOptions, allows
+from depthgauge.results.shrink_record import ShrinkOptions
 
 
 def resolved(

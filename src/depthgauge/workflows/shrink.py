@@ -18,11 +18,17 @@ from depthgauge.checkpoints.source.hub import parse_hub_name
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.write import check_page, sizes_page_text, write_report
-from depthgauge.results.evaluate_options import split_tasks
-from depthgauge.results.gauge_options import CHECKPOINTS
+from depthgauge.results.evaluate_record import split_tasks
+from depthgauge.results.gauge_record import CHECKPOINTS
 from depthgauge.results.record import take_directory
-from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
-from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
+from depthgauge.results.shrink_record import (
+    ABOUT_FILES,
+    PlanRecord,
+    ShrinkOptions,
+    ShrinkRecord,
+    make_shrink_options,
+    read_plan,
+)
 from depthgauge.surgery.write_model import (
     check_gguf_output,
     check_output_directory,

@@ -2,8 +2,8 @@
 
 from depthgauge.base.format import counted
 from depthgauge.checkpoints.weights.load import BY_TARGETS
+from depthgauge.results.labels import objective_label
 from depthgauge.results.shrink_record import ShrinkRecord
-from depthgauge.results.shrink_verdicts import objective_label
 from depthgauge.surgery.candidates import ShrunkModel
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import OpenedModel

@@ -15,9 +15,9 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.source.library import transformers
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count, wrap
-from depthgauge.results.evaluate_options import EvaluateOptions
-from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.evaluate_record import EvaluateOptions, EvaluateRecord
 from depthgauge.results.record import load_document
+from depthgauge.results.shrink_document import shrink_warnings
 from depthgauge.results.shrink_record import (
     SHRINK_ADVICE,
     BeforeAfter,
@@ -27,7 +27,6 @@ from depthgauge.results.shrink_record import (
     TestedSize,
     check_shrink,
 )
-from depthgauge.results.shrink_verdicts import shrink_warnings
 from depthgauge.surgery.candidates import Candidates, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.certify import Certified, Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout

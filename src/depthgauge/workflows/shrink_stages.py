@@ -20,9 +20,8 @@ from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory, weights_digest
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
-from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
-from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.results.shrink_record import CandidateRecord, PlanRecord
+from depthgauge.results.recover_record import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
+from depthgauge.results.shrink_record import CandidateRecord, PlanRecord, ShrinkOptions
 from depthgauge.surgery.block_search import GIVEN, Search
 from depthgauge.surgery.calibration import Calibration, given_calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates

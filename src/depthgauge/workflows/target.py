@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from depthgauge.base.errors import InputError, require_type
 from depthgauge.checkpoints.source.hub import parse_hub_name
-from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
+from depthgauge.results.gauge_record import CHECKPOINTS, NETWORKS
 
 if TYPE_CHECKING:
     from depthgauge.theory.network.network import SelfAttentionNetwork

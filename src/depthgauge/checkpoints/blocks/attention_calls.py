@@ -27,7 +27,7 @@ from depthgauge.base.format import number
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, transformers
 from depthgauge.fast_attention.attention import attention_plan
 from depthgauge.fast_attention.remembered import Attention
-from depthgauge.results.checkpoint_subject import FastPlan
+from depthgauge.results.gauge_record import FastPlan
 from depthgauge.results.record import finite
 
 # --- An observable attention implementation for transformers: exact, computed in blocks of rows ----------------------

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.weights.families import Family, Separate
 from depthgauge.checkpoints.weights.load import Checkpoint
-from depthgauge.results.checkpoint_subject import RegimeDistance
+from depthgauge.results.gauge_record import RegimeDistance
 from depthgauge.theory.certificates.printed import log_C, log_epsilon, log_final_bound
 from depthgauge.theory.linalg.norms import entry_sum_norm
 from depthgauge.theory.measures.quantities import weight_sizes

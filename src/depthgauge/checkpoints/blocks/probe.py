@@ -44,7 +44,7 @@ from depthgauge.checkpoints.inputs.samples import Inputs, few_windows, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.weights.families import Family, Sublayer
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of, with_stack
-from depthgauge.results.gauge_options import BOTH
+from depthgauge.results.gauge_record import BOTH
 
 TOKENS = 12
 """Number of tokens on which a block is observed."""

@@ -19,7 +19,7 @@ from depthgauge.checkpoints.inputs.text_files import JSONL, TextFile, find_texts
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_class import predicts_label
 from depthgauge.checkpoints.source.model_files import Source, read_json, require_streamable
-from depthgauge.results.gauge_options import ABOUT_TEXT
+from depthgauge.results.gauge_record import ABOUT_TEXT
 
 
 @dataclass(frozen=True)

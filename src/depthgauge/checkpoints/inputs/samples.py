@@ -32,7 +32,7 @@ from depthgauge.checkpoints.inputs.found_data import (
 )
 from depthgauge.checkpoints.source.library import quiet
 from depthgauge.checkpoints.source.model_class import context_length
-from depthgauge.results.checkpoint_subject import TextWindows
+from depthgauge.results.gauge_record import TextWindows
 
 ENCODED = "encoder_outputs"
 """The argument for states of the encoder, which are then not computed again."""

@@ -15,7 +15,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.inputs.text_files import TextFile, find_text, read_text
 from depthgauge.checkpoints.source.library import quiet
-from depthgauge.results.checkpoint_subject import TextWindows
+from depthgauge.results.gauge_record import TextWindows
 
 WINDOW = 512
 """The longest window by default."""

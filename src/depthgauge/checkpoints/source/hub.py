@@ -22,7 +22,7 @@ from depthgauge.checkpoints.source.model_files import (
     require_tokenizer,
     shard_names,
 )
-from depthgauge.results.checkpoint_subject import HubModel
+from depthgauge.results.gauge_record import HubModel
 
 _PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from depthgauge.base.errors import missing_extra
 from depthgauge.base.format import counted
 from depthgauge.checkpoints.source.library import CheckpointError, attempt, short
-from depthgauge.results.checkpoint_subject import HubModel
+from depthgauge.results.gauge_record import HubModel
 
 # --- The header of a GGUF file ----------------------------------------------------------------------------------------
 

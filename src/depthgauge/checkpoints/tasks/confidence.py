@@ -20,8 +20,8 @@ from scipy import special, stats
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.results.checkpoint_subject import LEAST_WINDOWS, Interval
 from depthgauge.results.evaluate_record import AccuracyRecord
+from depthgauge.results.gauge_record import LEAST_WINDOWS, Interval
 
 # --- The mean of a few values and its 95 % confidence interval -------------------------------------------------------
 

@@ -26,7 +26,7 @@ from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.tasks.known_tasks import ClozeText, TaskError, cloze_config, task_folders, unknown_task
 from depthgauge.checkpoints.tasks.language import Start
 from depthgauge.checkpoints.weights.load import Checkpoint, require_rows
-from depthgauge.results.evaluate_options import CLOZE
+from depthgauge.results.evaluate_record import CLOZE
 
 METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics that say for each item whether the answer is right; the first one that a task has is its main metric."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from depthgauge.base.errors import InputError, missing_extra, unknown_name
 from depthgauge.checkpoints.inputs.text_files import find_text, read_text
-from depthgauge.results.evaluate_options import CLOZE
+from depthgauge.results.evaluate_record import CLOZE
 
 # --- Which tasks there are: those of lm-eval, YAML files, and the shipped one ----------------------------------------
 

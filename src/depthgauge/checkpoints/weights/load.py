@@ -51,8 +51,7 @@ from depthgauge.checkpoints.weights.stored_weights import (
     tensor_count,
     unpack_gguf,
 )
-from depthgauge.results.checkpoint_subject import CheckpointDescription
-from depthgauge.results.gauge_options import BOTH, STACKS, allows
+from depthgauge.results.gauge_record import BOTH, STACKS, CheckpointDescription, allows
 
 OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""

@@ -6,7 +6,7 @@ They are for comparison with the certificates. Several are false as printed; the
 import math
 
 from depthgauge.base.errors import require_radius
-from depthgauge.results.network_subject import PrintedTheorem
+from depthgauge.results.gauge_record import PrintedTheorem
 from depthgauge.theory.network.network import SelfAttentionNetwork
 
 

@@ -15,7 +15,7 @@ from depthgauge.base.errors import InputError, require_positive
 from depthgauge.base.format import counted, number
 from depthgauge.base.frames import html_facts
 from depthgauge.base.progress import Step, silent
-from depthgauge.results.network_subject import DepthRow
+from depthgauge.results.gauge_record import DepthRow
 from depthgauge.theory.certificates.attack import AttackOptions, Hints, attack, multiset_attention
 from depthgauge.theory.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.theory.certificates.certificate import Certificate, certify, check_request

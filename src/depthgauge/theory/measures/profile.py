@@ -11,7 +11,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, number
 from depthgauge.base.frames import frame, html_table
 from depthgauge.base.progress import Step, silent
-from depthgauge.results.network_subject import NetworkHead, NetworkLayer, NetworkState
+from depthgauge.results.gauge_record import NetworkHead, NetworkLayer, NetworkState
 from depthgauge.results.record import finite
 from depthgauge.theory.measures.quantities import (
     HeadMeasures,

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
-from depthgauge.results.network_subject import Residual, ResidualNorms, ResidualSize
+from depthgauge.results.gauge_record import Residual, ResidualNorms, ResidualSize
 from depthgauge.results.record import finite
 from depthgauge.theory.linalg.norms import (
     CENTERS,
