@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from depthgauge.surgery import paired_times as module
-from depthgauge.surgery.paired_times import PairedTimes, enough, paired_times, sign_interval
+from depthgauge.surgery import fresh_process as module
+from depthgauge.surgery.fresh_process import PairedTimes, enough, paired_times, sign_interval
 
 RATIO = 1.13
 Disturbed = Callable[[int, random.Random], float]

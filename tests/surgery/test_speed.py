@@ -18,7 +18,7 @@ from depthgauge.results.shrink_record import SpeedRecord
 from depthgauge.surgery import fresh_process
 from depthgauge.surgery import speed as module
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.paired_times import PairedTimes
+from depthgauge.surgery.fresh_process import PairedTimes
 from depthgauge.surgery.speed import compare_speed, speed_record
 from depthgauge.surgery.verify import llama_speed
 

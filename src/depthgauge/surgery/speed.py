@@ -18,7 +18,7 @@ from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 from depthgauge.checkpoints.weights.stored_weights import free_memory
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
-from depthgauge.surgery.paired_times import FEW, WITHIN, PairedTimes, enough, paired_times
+from depthgauge.surgery.fresh_process import FEW, WITHIN, PairedTimes, enough, paired_times
 
 SECONDS = 20.0
 """The time limit for timing two models, half of it for prefill."""

@@ -30,8 +30,7 @@ from depthgauge.checkpoints.weights.load import OF_HEAD, Checkpoint, wrap
 from depthgauge.results.shrink_record import ReloadRecord, SpeedRecord
 from depthgauge.surgery import speed
 from depthgauge.surgery.certify import as_dtype
-from depthgauge.surgery.fresh_process import digests, generations, prompt_of
-from depthgauge.surgery.paired_times import PairedTimes
+from depthgauge.surgery.fresh_process import PairedTimes, digests, generations, prompt_of
 
 PROMPT = 32
 """Tokens of the prompt in the test of the key–value cache; shorter if the model's context is."""

@@ -16,8 +16,8 @@ from depthgauge.theory.linalg.rounding import largest_not_above
 from depthgauge.theory.network.network import NORM_EPSILON, Layer, Mlp, SelfAttentionNetwork
 
 # --- Generated tasks: sequences of tokens with one label each, which the model reads from the last token -------------
-# Every task states in `known` how many layers it is known to take. The labels are functions of the tokens that are
-# short enough to check by hand; the tests check them against a plain loop.
+# The labels are functions of the tokens that are short enough to check by hand; the tests check them against a plain
+# loop.
 
 Tokens = Int64[Tensor, "samples n"]
 Labels = Int64[Tensor, " samples"]
@@ -29,14 +29,13 @@ class GeneratedTask:
     """A task whose examples, sequences of `length` tokens, are drawn at random.
 
     `vocabulary` is the number v of different tokens, `classes` the number C of labels, which are equally likely, or
-    nearly so. `known` is what is known about the number of layers that the task takes, with the source.
+    nearly so. docs/concepts/does-depth-pay.md says what is known about the number of layers that each task takes.
     """
 
     name: str
     vocabulary: int
     length: int
     classes: int
-    known: str
     sample: Draw = field(repr=False, compare=False)
 
     @property
@@ -85,13 +84,7 @@ def hop_task(length: int = 10, alphabet: int = 4, hops: int = 1) -> GeneratedTas
             have += int(kept.sum())
         return torch.cat(tokens)[:count], torch.cat(labels)[:count]
 
-    known = (
-        "One layer needs a size that grows with the length (Sanford, Hsu and Telgarsky 2024, One-layer transformers "
-        "fail to solve the induction heads task). Two layers suffice for one hop, and O(log k) layers for k hops, "
-        "which is optimal under a conjecture on parallel computation (Sanford, Hsu and Telgarsky 2024, Transformers, "
-        "parallel computation, and logarithmic depth)."
-    )
-    return GeneratedTask(f"{hops}-hop", alphabet, length, alphabet, known, sample)
+    return GeneratedTask(f"{hops}-hop", alphabet, length, alphabet, sample)
 
 
 def recall_task(pairs: int = 2, keys: int = 3, values: int = 4) -> GeneratedTask:
@@ -106,13 +99,7 @@ def recall_task(pairs: int = 2, keys: int = 3, values: int = 4) -> GeneratedTask
         listed = torch.stack([key, value + keys], dim=2).flatten(1)
         return torch.cat([listed, key.gather(1, asked)], dim=1), value.gather(1, asked)[:, 0]
 
-    known = (
-        "An attention network needs two layers: the first moves each key to its value, the second looks the key up "
-        "(Elhage et al. 2021; Olsson et al. 2022; Arora et al. 2023 for recall as a benchmark). One layer of bounded "
-        "size fails on long lists for the reason it fails at induction (Sanford, Hsu and Telgarsky 2024). Guessing one "
-        "of the values that occur gives more than chance."
-    )
-    return GeneratedTask(f"recall-{pairs}", keys + values, 2 * pairs + 1, values, known, sample)
+    return GeneratedTask(f"recall-{pairs}", keys + values, 2 * pairs + 1, values, sample)
 
 
 def pointer_task(points: int = 6, hops: int = 2) -> GeneratedTask:
@@ -126,12 +113,7 @@ def pointer_task(points: int = 6, hops: int = 2) -> GeneratedTask:
             at = table.gather(1, at)
         return torch.cat([table, start], dim=1), at[:, 0]
 
-    known = (
-        "One lookup takes one layer. One layer cannot compose two functions on n points unless "
-        "(heads)·(width)·(precision) exceeds about n log n (Peng, Narayanan and Papadimitriou 2024). Two layers "
-        "suffice for two lookups, and O(log k) for k."
-    )
-    return GeneratedTask(f"pointer-{hops}", points, points + 1, points, known, sample)
+    return GeneratedTask(f"pointer-{hops}", points, points + 1, points, sample)
 
 
 def word_task(group: str = "s3", length: int = 3) -> GeneratedTask:
@@ -145,10 +127,6 @@ def word_task(group: str = "s3", length: int = 3) -> GeneratedTask:
         index = {element: i for i, element in enumerate(elements)}
         times = [[index[tuple(b[a[p]] for p in range(3))] for b in elements] for a in elements]
         step, start, classes, vocabulary = torch.tensor(times), index[0, 1, 2], 6, 6
-        known = (
-            "S₃ is solvable, so a constant number of layers suffices for every length (Liu et al. 2023, Transformers "
-            "learn shortcuts to automata)."
-        )
     elif group == "s5":
         moves = []
         for a, b in itertools.combinations(range(5), 2):
@@ -156,11 +134,6 @@ def word_task(group: str = "s3", length: int = 3) -> GeneratedTask:
             move[a], move[b] = b, a
             moves.append(move)
         step, start, classes, vocabulary = torch.tensor(moves).T, 0, 5, 10
-        known = (
-            "The word problem of S₅ is complete for NC¹ (Barrington 1989). Transformers of constant depth and "
-            "logarithmic precision are in TC⁰ (Merrill and Sabharwal 2023), so the number of layers must grow with the "
-            "length unless TC⁰ = NC¹; O(log n) layers suffice (Liu et al. 2023)."
-        )
     else:
         raise unknown_name("group", group, ("s3", "s5"))
 
@@ -171,7 +144,7 @@ def word_task(group: str = "s3", length: int = 3) -> GeneratedTask:
             state = step[state, column]  # state × token → state
         return tokens, state
 
-    return GeneratedTask(group, vocabulary, length, classes, known, sample)
+    return GeneratedTask(group, vocabulary, length, classes, sample)
 
 
 def bit_task(kind: str = "majority", length: int = 9) -> GeneratedTask:
@@ -186,14 +159,7 @@ def bit_task(kind: str = "majority", length: int = 9) -> GeneratedTask:
         ones = bits.sum(dim=1)
         return bits, (ones > length // 2).long() if kind == "majority" else ones % 2
 
-    known = {
-        "majority": "One layer with uniform attention suffices at every length: the mean of the tokens decides.",
-        "parity": (
-            "A fixed attention network cannot be accurate with a margin at every length (Hahn 2020); two layers can "
-            "compute it with weights chosen for the task, and training rarely finds them (Chiang and Cholak 2022)."
-        ),
-    }[kind]
-    return GeneratedTask(kind, 2, length, 2, known, sample)
+    return GeneratedTask(kind, 2, length, 2, sample)
 
 
 GENERATED: Mapping[str, Callable[[], GeneratedTask]] = {
