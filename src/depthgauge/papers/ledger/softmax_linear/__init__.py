@@ -4,9 +4,8 @@ import re
 
 from depthgauge.papers.ledger.claim import Claim
 from depthgauge.papers.ledger.softmax_linear.basics import DEFINITIONS, REGRESSION
-from depthgauge.papers.ledger.softmax_linear.cross_attention import CLAIMS as CROSS
+from depthgauge.papers.ledger.softmax_linear.lemmas import ALL_ONES, CROSS, IDENTITY
 from depthgauge.papers.ledger.softmax_linear.random_signs import CLAIMS as SIGNS
-from depthgauge.papers.ledger.softmax_linear.self_attention import ALL_ONES, IDENTITY
 
 
 def _place(claim: Claim) -> tuple[bool, list[tuple[int, str]]]:

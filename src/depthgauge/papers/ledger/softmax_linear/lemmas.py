@@ -1,4 +1,7 @@
-"""Self-attention without random signs: Lemmas D.2 to D.15, where QKᵀ is all ones, and E.1 and E.2, where it is I_d."""
+"""Lemmas without random signs.
+
+Self-attention with QKᵀ all ones (D.2 to D.15) or I_d (E.1, E.2), and cross-attention (F.2 to F.15).
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -277,3 +280,116 @@ IDENTITY: tuple[Claim, ...] = (
     _PARTS_TOGETHER,
     _BOUND,
 )
+
+
+# --- Section F: the entries of u, f and c on the cross-attention data sets, QKᵀ = I_d ---------------------------------
+
+CROSS_SETUPS = {(kind, a): AttentionSetup("cross", a, kind) for kind in ("exp", "lin") for a in (0, 1)}
+_CROSS_HYPOTHESIS = "Definition F.1 (n = (d−1)t ≥ 2, {a}), QKᵀ = I_d, V = I_d"
+_CROSS_SIZE = SIZE | {"a1": "a₁ > 1"}
+_COLUMNS = "The repeated identity is read as columns 2 to d; the definition's “d−1” is one too small."
+_INDEX = "j₃ is printed in place of j₂, the index of the special row."
+_J2, _NOT_J2 = "j₀ = j₂", "j₀ ≠ j₂"
+_AS_J3, _AS_NOT_J3 = {"rows": _J3}, {"rows": _NOT_J3}
+
+_CROSS_U = (
+    LemmaPart("1a", "u", _J2, _KEY, "=", "n^(1 + {a})"),
+    LemmaPart("1b", "u", _J2, _NOT_KEY, "=", "n"),
+    LemmaPart("2a", "u", _NOT_J2, _KEY, "=", "n"),
+    LemmaPart("2b", "u", _NOT_J2, _NOT_KEY, "=", "n"),
+)
+_FLAT = (
+    LemmaPart("3b", "f", _J2, _NOT_KEY, "<=", "1/n"),
+    LemmaPart("4a", "f", _NOT_J2, _KEY, "=", "1/n", printed={"rows": _J2, "keys": "any j₁"}),
+    LemmaPart("4b", "f", _NOT_J2, "any j₁", "=", "1/n"),
+)
+_CROSS_F_1 = (LemmaPart("3a", "f", _J2, _KEY, ">=", "1/2", sharp=True), *_FLAT)
+_CROSS_F_0 = (LemmaPart("3a", "f", _J2, _KEY, "<=", "1/n^(1 − {a})"), *_FLAT)
+_CROSS_C_1 = (
+    LemmaPart("1", "c", _J2, _FIRST, ">=", "1/2", sharp=True),
+    LemmaPart("2a", "c", _J2, _OWN, ">=", "1/2"),
+    LemmaPart("2b", "c", _J2, _OTHER, "<=", "t/n"),
+    LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", "1/n", sharp=True),
+    LemmaPart("4", "c", _NOT_J2, _BLOCK, "<=", "t/n", sharp=True),
+)
+_CROSS_C_0 = (
+    LemmaPart("1", "c", _J2, _FIRST, "<=", "1/n^(1 − {a})", printed=_AS_J3),
+    LemmaPart("2", "c", _J2, _BLOCK, "<=", "t/n^(1 − {a})", printed=_AS_J3),
+    LemmaPart("4", "c", _NOT_J2, _FIRST, "<=", "1/n", printed=_AS_NOT_J3),
+    LemmaPart("5", "c", _NOT_J2, _BLOCK, "<=", "t/n", printed=_AS_NOT_J3),
+)
+
+
+def _linear_u_and_f(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
+    """Lemmas F.10 and F.14 without Part 2; `row` and `other` are the conditions on the rows as printed."""
+    return (
+        LemmaPart("1", "u", _J2, _KEY, "=", "(1 + {a}) log n", printed=row),
+        LemmaPart("3", "f", _J2, _KEY, "<=", "(1 + {a})/n", sharp=True, printed=row),
+        LemmaPart("4", "f", _J2, _NOT_KEY, "<=", "1/n", sharp=True, printed=row),
+        LemmaPart("5", "f", _NOT_J2, "any j₁", "=", "1/n", printed=other),
+    )
+
+
+def _linear_c(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
+    return (
+        LemmaPart("1", "c", _J2, _FIRST, "<=", "(1 + {a})/n", sharp=True, printed=row),
+        LemmaPart("2", "c", _J2, _BLOCK, "<=", "(1 + {a}) t/n", printed=row),
+        LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", "1/n", sharp=True, printed=other),
+        LemmaPart("4", "c", _NOT_J2, _BLOCK, "<=", "t/n", sharp=True, printed=other),
+    )
+
+
+def _cross(id: str, kind: str, a: int, parts: tuple[LemmaPart, ...], note: str = "", **printed: Any) -> Lemma:
+    """A lemma about D₀ (a = 0) or D₁ (a = 1); `printed` holds the parts of the setup that are printed differently."""
+    setup = CROSS_SETUPS[kind, a]
+    size = " and ".join(_CROSS_SIZE[name] for name in dict.fromkeys((setup.symbol, *(("a1", "a0") if printed else ()))))
+    return Lemma(
+        id, setup, setup.symbol, parts, _CROSS_HYPOTHESIS.format(a=size), printed, f"{note} {_COLUMNS}".strip()
+    )
+
+
+_FLAT_ROW = "Part 4a is printed for j₀ = j₂, but its proof has n/(n·n) for every entry, which needs j₀ ≠ j₂."
+_D1_FOR_D0 = "D₁ is printed in place of D₀: the formulas contain a₀."
+_D0_FOR_D1 = "D₀ is printed in place of D₁: the formulas contain a₁."
+_PART_2 = LemmaPart("2", "u", _NOT_J2, _NOT_KEY, "=", "log n", printed=_AS_NOT_J3)
+_CROSS_LEMMAS = (
+    _cross("F.2", "exp", 1, _CROSS_U + _CROSS_F_1, note=_FLAT_ROW),
+    _cross("F.3", "exp", 1, _CROSS_C_1, note="The unnumbered bullets are called a and b here."),
+    _cross("F.6", "exp", 0, _CROSS_U + _CROSS_F_0, note=f"{_D1_FOR_D0} {_FLAT_ROW}", dataset=1),
+    _cross("F.7", "exp", 0, _CROSS_C_0, note=f"{_INDEX} The paper numbers its parts 1, 2, 4, 5."),
+    _cross("F.10", "lin", 1, _linear_u_and_f({}, {})),
+    _cross("F.11", "lin", 1, _linear_c(_AS_J3, _AS_NOT_J3), note=f"{_D0_FOR_D1} {_INDEX}", dataset=0),
+    _cross("F.14", "lin", 0, (*_linear_u_and_f(_AS_J3, _AS_NOT_J3), _PART_2), f"{_D1_FOR_D0} {_INDEX}", dataset=1),
+    _cross("F.15", "lin", 0, sharpened(_linear_c({}, {}))),
+)
+
+
+def _everywhere_else(att: DenseAttention) -> tuple[Any, Any]:
+    special = (att.token == att.j2)[:, None] & (att.token == att.j3)[None, :]
+    return att.u[~special], att.log
+
+
+_F_10_2 = Claim(
+    "B.F.10.2", "Lemma F.10, Part 2", "for j₀ ≠ j₂ or j₁ ≠ j₃: u_lin[j₀, j₁] = log n",
+    data_set_inequality(
+        CROSS_SETUPS["lin", 1], "a1", ("u_lin[j₀, j₁]", "log n"), _everywhere_else, relation="=",
+        condition="j₀ ≠ j₂ or j₁ ≠ j₃",
+    ),
+    _CROSS_HYPOTHESIS.format(a=_CROSS_SIZE["a1"]), sharp=True, note=_COLUMNS,
+)  # fmt: skip
+
+
+def _token_count(extra_columns: int) -> Inequality:
+    return data_set_inequality(
+        CROSS_SETUPS["lin", 0], "a0", ("the number of rows of A₂", f"t(d−{extra_columns})"),
+        lambda att: (len(att.unscaled[1]), att.t * (att.d - extra_columns)), relation="=",
+    )  # fmt: skip
+
+
+_F_15 = Claim(
+    "B.F.15", "Lemma F.15, its condition on n", "n = t(d−2) for the data set of Definition F.1",
+    Misprint(_token_count(2), _token_count(1)), _CROSS_HYPOTHESIS.format(a=_CROSS_SIZE["a0"]),
+    note=f"The parts of the lemma are checked with n = t(d−1). {_COLUMNS}",
+)  # fmt: skip
+
+CROSS: tuple[Claim, ...] = (*(claim for lemma in _CROSS_LEMMAS for claim in lemma.claims()), _F_10_2, _F_15)
