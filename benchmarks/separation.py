@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from depthgauge.base.io import write_text
-from depthgauge.papers.reproduce.draw import reproduce
+from depthgauge.papers.reproduce.study import reproduce
 from depthgauge.papers.separation import decisions
 from depthgauge.papers.separation.decisions import draw_attention, tables
 from depthgauge.papers.separation.probability import estimate

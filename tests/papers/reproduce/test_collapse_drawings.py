@@ -9,9 +9,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from depthgauge.papers.reproduce.collapse_figures import CollapsePanel, RankCurve, draw_collapse, draw_rank
+from depthgauge.papers.reproduce.network_figures import (
+    CollapsePanel,
+    RankCurve,
+    draw_collapse,
+    draw_orders,
+    draw_phases,
+    draw_rank,
+)
 from depthgauge.papers.reproduce.style import FIVE, Spread, save
-from depthgauge.papers.reproduce.surrogate_figures import draw_orders, draw_phases
 
 SPREAD, BOUND = Spread([0.0, -3.0, -20.0], [0.0, -4.0, -22.0], [0.0, -2.0, -18.0]), [0.0, -1.0, -9.0]
 FALLING: RankCurve = ("η = 0.01", SPREAD, BOUND, [0, 2, 5])

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from depthgauge.papers.reproduce import draw
-from depthgauge.papers.reproduce.collapse_figures import RankByLayer, WhatCollapses
-from depthgauge.papers.reproduce.study import Computing, GridStudy, per_layer
-from depthgauge.papers.reproduce.surrogate_figures import (
+from depthgauge.papers.reproduce import study as module
+from depthgauge.papers.reproduce.network_figures import (
     CausalErrors,
     DepthMap,
+    RankByLayer,
     SurrogateErrors,
+    WhatCollapses,
     fitted_slope,
     geometric_mean,
 )
+from depthgauge.papers.reproduce.study import Computing, GridStudy, per_layer
 from depthgauge.sweeps.run import Local
 
-reproduce = partial(draw.reproduce, engine=Local(1))
+reproduce = partial(module.reproduce, engine=Local(1))
 STUDIES = {"A1": RankByLayer, "A2": SurrogateErrors, "A3": DepthMap, "A4": WhatCollapses, "A6": CausalErrors}
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge.papers.reproduce.draw import find_study, reproduce
-from depthgauge.papers.reproduce.study import Computing
-from depthgauge.papers.reproduce.surrogate_figures import FastOrDeepStudy
+from depthgauge.papers.reproduce.network_figures import FastOrDeepStudy
+from depthgauge.papers.reproduce.study import Computing, find_study, reproduce
 from depthgauge.sweeps.run import Local
 
 

@@ -17,11 +17,10 @@ from depthgauge.checkpoints.blocks.what_if import VARIANTS, Variant, residual_by
 from depthgauge.checkpoints.inputs.windows import drawn_windows
 from depthgauge.checkpoints.source.model_files import find
 from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_tokenizer, wrap
-from depthgauge.papers.reproduce import catalog, collapse_figures
+from depthgauge.papers.reproduce import catalog, network_figures
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
-from depthgauge.papers.reproduce.collapse_figures import RankStudy, depth_curves
-from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
-from depthgauge.papers.reproduce.study import Computing
+from depthgauge.papers.reproduce.network_figures import RankStudy, depth_curves
+from depthgauge.papers.reproduce.study import Computing, reproduce, reproduce_all, write_figure
 from depthgauge.theory.measures.quantities import residual_size
 
 
@@ -130,7 +129,7 @@ def test_the_files(small: Path, tmp_path: Path) -> None:
 
 
 def test_reproduce_by_id(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collapse_figures, "installed_checkpoint", lambda: small)
+    monkeypatch.setattr(network_figures, "installed_checkpoint", lambda: small)
     monkeypatch.setattr(catalog, "find_spec", lambda name: object())
     (done,) = reproduce_all(["D2"], tmp_path / "out", 2)
     assert (done.figure, done.points, len(done.files)) == ("D2", 32, 5)

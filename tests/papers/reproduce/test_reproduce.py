@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from depthgauge.base.errors import DepthgaugeError, InputError, InterruptedRunError, OutputError
-from depthgauge.papers.reproduce import draw
+from depthgauge.papers.reproduce import study as module
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, FIGURES
-from depthgauge.papers.reproduce.draw import find_study
 from depthgauge.papers.reproduce.separation_figures import CONDITIONS
-from depthgauge.papers.reproduce.study import Study
+from depthgauge.papers.reproduce.study import Study, find_study
 from depthgauge.papers.separation.probability import estimate, separate_setting
 from depthgauge.papers.separation.settings import SHEETS, Regression, build_setting
 from depthgauge.papers.sweep_tasks import TASKS
@@ -21,8 +20,8 @@ from depthgauge.sweeps.run import Local
 from depthgauge.sweeps.store import read_status
 
 HERE = Local(1)
-reproduce = partial(draw.reproduce, engine=HERE)
-reproduce_all = partial(draw.reproduce_all, engine=HERE)
+reproduce = partial(module.reproduce, engine=HERE)
+reproduce_all = partial(module.reproduce_all, engine=HERE)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -134,11 +133,11 @@ def test_no_id_means_all_default_figures_and_duplicates_are_dropped(
 ) -> None:
     asked: list[str] = []
 
-    def note(figure: str, *_: object, **__: object) -> draw.Reproduction:
+    def note(figure: str, *_: object, **__: object) -> module.Reproduction:
         asked.append(figure)
-        return draw.Reproduction(figure, 0, ())
+        return module.Reproduction(figure, 0, ())
 
-    monkeypatch.setattr(draw, "reproduce", note)
+    monkeypatch.setattr(module, "reproduce", note)
     reproduce_all([], tmp_path)
     assert asked == ["A1", "A2", "A3", "A4", "A5", "A6", "B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()

@@ -15,8 +15,7 @@ import pytest
 
 from depthgauge.base.errors import InputError
 from depthgauge.papers.reproduce import trained_figures
-from depthgauge.papers.reproduce.draw import find_study, reproduce
-from depthgauge.papers.reproduce.study import Computing
+from depthgauge.papers.reproduce.study import Computing, find_study, reproduce
 from depthgauge.papers.reproduce.trained_figures import DepthPays, TrainedStudy
 from depthgauge.papers.trained_depth import bounded_training
 from depthgauge.papers.trained_depth.bounded_training import FULL, QUICK, member_seeds

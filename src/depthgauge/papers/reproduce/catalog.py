@@ -4,14 +4,9 @@ This module imports no heavy package, so that the command line can list the figu
 """
 
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
-from depthgauge.base.errors import InputError, MissingPackageError, install_command, unknown_name
-
-if TYPE_CHECKING:
-    from depthgauge.papers.reproduce.study import Study
+from depthgauge.base.errors import MissingPackageError, install_command, unknown_name
 
 
 @dataclass(frozen=True)
@@ -54,15 +49,6 @@ class Figure:
             commands = " and ".join(f"`{need.install}`" for need in missing)
             raise MissingPackageError(f"figure {self.id} needs {labels}, not installed here; install with {commands}")
 
-    def build(self, asked: str, models: int | None, seed: int, quick: bool = False) -> "Study":
-        """Return the study of the figure, or of its panel `asked`; `quick` selects the small version."""
-        if quick and not self.trained:
-            raise InputError(f"--quick applies to the figures that train models, T1 to T4; use --models N for {asked}")
-        module, name = self.study.split(":")
-        make = getattr(import_module(f"{__package__}.{module}"), name)
-        study: Study = make(asked, models, seed, quick) if self.trained else make(asked, models, seed)
-        return study
-
 
 def _separation(id: str, letters: str, shows: str) -> Figure:
     return Figure(id, shows, "separation_figures:SeparationStudy", tuple(f"{id}{letter}" for letter in letters))
@@ -74,27 +60,27 @@ FIGURES: dict[str, Figure] = {
         Figure(
             "A1",
             "How fast the tokens of random networks become equal, layer by layer, without and with skip connections.",
-            "collapse_figures:RankByLayer",
+            "network_figures:RankByLayer",
         ),
         Figure(
             "A2", "Error of every one-layer surrogate against the weight size η, between lower bound and certificate.",
-            "surrogate_figures:SurrogateErrors",
+            "network_figures:SurrogateErrors",
         ),
         Figure(
             "A3", "Effective depth, certified and measured, over weight size, width and number of layers.",
-            "surrogate_figures:DepthMap",
+            "network_figures:DepthMap",
         ),
         Figure(
             "A4", "Whether rank or layers collapse, with and without skip connections, at small and large weights.",
-            "collapse_figures:WhatCollapses",
+            "network_figures:WhatCollapses",
         ),
         Figure(
             "A5", "Cost of attention and effective depth against the weight size η.",
-            "surrogate_figures:FastOrDeepStudy",
+            "network_figures:FastOrDeepStudy",
         ),
         Figure(
             "A6", "Error of one causal layer against the weight size η, between lower bound and certificate.",
-            "surrogate_figures:CausalErrors",
+            "network_figures:CausalErrors",
         ),
         _separation("B3", "ab", "Figure 3 of paper B, the success rate of softmax regression against n and m."),
         _separation(
@@ -109,7 +95,7 @@ FIGURES: dict[str, Figure] = {
         ),
         Figure(
             "D2", "Residual ratio of MiniLM by layer with parts switched off, as in Figure 2 of Dong et al. (2021).",
-            "collapse_figures:RankStudy", needs=(TRANSFORMERS, MINILM),
+            "network_figures:RankStudy", needs=(TRANSFORMERS, MINILM),
         ),
         Figure(
             "T1", "Accuracy of trained models against the weight bound η, for 1 to 8 layers.",

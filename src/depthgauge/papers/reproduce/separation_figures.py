@@ -10,7 +10,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
 
-from depthgauge.papers.reproduce.study import CellStudy, Results
+from depthgauge.papers.reproduce.study import Results, Study
 from depthgauge.papers.reproduce.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
 from depthgauge.papers.separation.probability import Estimate
 from depthgauge.papers.separation.settings import Panel, Setting, Sheet, sheet
@@ -37,7 +37,7 @@ PanelDrawing = tuple[str, str, str, bool, Mapping[str, Sequence[Row]]]
 
 
 @dataclass(frozen=True)
-class SeparationStudy(CellStudy):
+class SeparationStudy(Study):
     """A figure or panel of paper B; `models` replaces the paper's number of repetitions."""
 
     @property
