@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from result_documents import DOCUMENT
 
-from depthgauge.report.write import write_report
+from depthgauge.report.page import write_report
 from depthgauge.results.gauge_record import GaugeRecord, check_result
 
 CHROMIUM = shutil.which("chromium")

@@ -7,8 +7,7 @@ import pytest
 
 from depthgauge.base.errors import InputError
 from depthgauge.report.charts import draw
-from depthgauge.report.page import render
-from depthgauge.report.write import write_report
+from depthgauge.report.page import render, write_report
 from depthgauge.results.document import Place
 from depthgauge.results.gauge_document import checkpoint_facts, checkpoint_parts
 from depthgauge.results.gauge_record import check_result

@@ -8,8 +8,7 @@ import pytest
 from evaluate_documents import HOSTILE, document, evaluation
 
 from depthgauge.report.charts import draw
-from depthgauge.report.page import render
-from depthgauge.report.write import write_report
+from depthgauge.report.page import render, write_report
 from depthgauge.results.document import Place
 from depthgauge.results.evaluate_document import evaluate_document, evaluate_parts
 

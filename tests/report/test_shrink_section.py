@@ -28,8 +28,7 @@ from shrink_documents import (
 
 from depthgauge.base.errors import InputError
 from depthgauge.report.charts import draw
-from depthgauge.report.page import render
-from depthgauge.report.write import write_report
+from depthgauge.report.page import render, write_report
 from depthgauge.results.document import Part
 from depthgauge.results.record import ResultError
 from depthgauge.results.shrink_document import (

@@ -11,7 +11,7 @@ from tiny_models import tiny_model, tokens
 from depthgauge.base.journal import Journal
 from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.results.shrink_record import SearchStep
-from depthgauge.surgery.block_search import RUN, Search
+from depthgauge.surgery.candidates import RUN, Search
 from depthgauge.surgery.student import Effort, Student
 
 WIDE = Effort(8, 4, 60, 4, 10**6, 0, 1, 5)

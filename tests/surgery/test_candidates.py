@@ -18,8 +18,7 @@ from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_record import Amount
 from depthgauge.surgery import candidates as module
-from depthgauge.surgery.block_search import GREEDY, PEERS, Search
-from depthgauge.surgery.candidates import Candidates, Repaired, difference, make_model
+from depthgauge.surgery.candidates import GREEDY, PEERS, Candidates, Repaired, Search, difference, make_model
 from depthgauge.surgery.student import Effort, Student
 
 SMALL = Effort(48, 24, 60, 12, 10**6, 4, 2, 24)

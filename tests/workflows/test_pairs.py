@@ -32,8 +32,7 @@ from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.gauge_record import GaugeOptions
 from depthgauge.results.recover_record import Amount
 from depthgauge.surgery import repair
-from depthgauge.surgery.block_search import Search
-from depthgauge.surgery.candidates import Candidates, block_weights, put_weights, train
+from depthgauge.surgery.candidates import Candidates, Search, block_weights, put_weights, train
 from depthgauge.surgery.student import EFFORT, Student
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]

@@ -40,7 +40,7 @@ def command(
     The page needs the extra report: `pip install '.[report]'` in a clone of the project.
     """
     from depthgauge.base.io import check_outputs
-    from depthgauge.report.write import write_report
+    from depthgauge.report.page import write_report
 
     page = _page_of(result) if out is None else out
     check_outputs({"--out": page}, {"RESULT": result}, overwrite=overwrite)

@@ -3,22 +3,27 @@
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from depthgauge.base.errors import InputError, missing_extra, require_path, require_type
 from depthgauge.base.format import capital, number, printable
+from depthgauge.base.io import is_special, write_text
 from depthgauge.report.charts import draw
 from depthgauge.results.document import Document, Place
 from depthgauge.results.evaluate_document import evaluate_document
-from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, EvaluateRecord, check_evaluate
 from depthgauge.results.gauge_document import gauge_document
-from depthgauge.results.gauge_record import GaugeRecord
+from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_document import monitor_document
-from depthgauge.results.monitor_record import MonitorRecord
+from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
+from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.recover_document import recover_document
-from depthgauge.results.recover_record import RecoverRecord
+from depthgauge.results.recover_record import RECOVER_SCHEMA, RecoverRecord, check_recover
 from depthgauge.results.shrink_document import shrink_document
-from depthgauge.results.shrink_record import ShrinkRecord
+from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
 
 Shown = GaugeRecord | ShrinkRecord | RecoverRecord | MonitorRecord | EvaluateRecord
 """The results that have a page."""
@@ -98,3 +103,80 @@ def _policy(*scripts: str) -> str:
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
+
+
+# --- Write the page of a result ---------------------------------------------------------------------------------------
+
+_ADVICE = f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
+
+
+def write_report(result: Shown | dict[str, Any] | str | Path, out: str | Path) -> Path:
+    """Write a self-contained HTML page about a result of `gauge`, `shrink` or `evaluate`, or a log (extra `report`).
+
+    The page opens from disk and makes no network requests. It is written atomically.
+
+    Args:
+        result: the result, its JSON document, or the file it was saved to: what `gauge --out` or `evaluate --out`
+            wrote, or `depthgauge.json` in the directory that `shrink --out` wrote, or the log directory of a `Monitor`.
+        out: the page to write.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        MissingPackageError: plotly or jinja2 is not installed.
+        ResultError: the document is not a result; the message names the place that does not fit.
+    """
+    record: Shown
+    if isinstance(result, str | Path) and Path(result).is_dir():
+        record = read_log(result)
+    elif isinstance(result, str | Path):
+        record = _check(load_document(result, _ADVICE), str(result))
+        if require_path("out", out).resolve() == Path(result).resolve():
+            raise InputError(f"the page would replace its own result, {result}; give another --out")
+    else:
+        expected = "a result of gauge, shrink or evaluate, a log of Monitor, the document of one, or the path of one"
+        require_type(
+            "result", result, (dict, GaugeRecord, ShrinkRecord, RecoverRecord, MonitorRecord, EvaluateRecord), expected
+        )
+        record = _check(result, "the result") if isinstance(result, dict) else result
+    write_text(out, page_text(record))
+    return Path(out)
+
+
+def page_text(record: Shown) -> str:
+    """Return the page of a record as HTML."""
+    return render(record, plotly_code())
+
+
+def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
+    """Return one page about the sizes that a run of `shrink` made, as HTML."""
+    return render_page(shrink_document(*records), plotly_code())
+
+
+def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverRecord | EvaluateRecord:
+    """Return a parsed document as the record of its schema."""
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema == PLAN_SCHEMA:
+        raise ResultError(f"{name} is a plan, which has nothing to show yet; {SHRINK_ADVICE}")
+    family = schema.rpartition("/")[0] if isinstance(schema, str) else ""
+    checks = {SHRINK_SCHEMA: check_shrink, RECOVER_SCHEMA: check_recover, EVALUATE_SCHEMA: check_evaluate}
+    check = {known.rpartition("/")[0]: one for known, one in checks.items()}.get(family, check_result)
+    return check(document, name)  # type: ignore[no-any-return, operator]
+
+
+def check_page(path: str | Path) -> None:
+    """Raise unless a page can be made and `path` is the name of one; a browser shows other files as text."""
+    plotly_code()
+    if Path(path).suffix.lower() not in (".html", ".htm") and not is_special(path):
+        raise InputError(f"--report writes a page, and {path} is not the name of one; give a name that ends with .html")
+
+
+def plotly_code() -> str:
+    """Return the source code of plotly.js, which the page contains; raise if a package of the extra is missing."""
+    try:
+        import jinja2  # noqa: F401 - `render` needs it
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise missing_extra("the page", "report") from error
+    return str(get_plotlyjs())

@@ -1,5 +1,5 @@
 from depthgauge.monitor.log_and_alarms import AlarmError as AlarmError
-from depthgauge.report.write import write_report as write_report
+from depthgauge.report.page import write_report as write_report
 from depthgauge.results.evaluate_record import EvaluateOptions as EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord as EvaluateRecord
 from depthgauge.results.monitor_record import Alarm as Alarm

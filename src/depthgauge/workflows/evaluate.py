@@ -12,7 +12,7 @@ from depthgauge.checkpoints.inputs.text_files import find_text, input_paths, spl
 from depthgauge.checkpoints.source.hub import resolve
 from depthgauge.checkpoints.source.model_files import require_streamable
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
-from depthgauge.report.write import check_page, page_text
+from depthgauge.report.page import check_page, page_text
 from depthgauge.results.evaluate_record import CLOZE, EvaluateOptions, EvaluateRecord, make_evaluate_options
 from depthgauge.results.gauge_record import CHECKPOINTS, allows
 from depthgauge.workflows.target import resolve_target

@@ -11,7 +11,7 @@ from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import input_paths
-from depthgauge.report.write import check_page, page_text, write_report
+from depthgauge.report.page import check_page, page_text, write_report
 from depthgauge.results.gauge_record import CHECKPOINTS, GaugeOptions, GaugeRecord, make_options, read_result
 from depthgauge.results.record import take_directory
 from depthgauge.workflows.gauge_request import check_gauge

@@ -12,7 +12,7 @@ from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import find_general, find_texts, input_paths
 from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source.model_files import Source
-from depthgauge.report.write import check_page, page_text, write_report
+from depthgauge.report.page import check_page, page_text, write_report
 from depthgauge.results.gauge_record import CHECKPOINTS, allows
 from depthgauge.results.recover_record import RecoverOptions, RecoverRecord, make_recover_options
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished

@@ -17,7 +17,7 @@ from depthgauge.checkpoints.inputs.text_files import find_general, input_paths
 from depthgauge.checkpoints.source.hub import parse_hub_name
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
-from depthgauge.report.write import check_page, sizes_page_text, write_report
+from depthgauge.report.page import check_page, sizes_page_text, write_report
 from depthgauge.results.evaluate_record import split_tasks
 from depthgauge.results.gauge_record import CHECKPOINTS
 from depthgauge.results.record import take_directory

@@ -22,9 +22,8 @@ from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
 from depthgauge.results.recover_record import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord, ShrinkOptions
-from depthgauge.surgery.block_search import GIVEN, Search
 from depthgauge.surgery.calibration import Calibration, given_calibration, prepare_calibration
-from depthgauge.surgery.candidates import Candidates
+from depthgauge.surgery.candidates import GIVEN, Candidates, Search
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.open_model import (
     OpenedModel,

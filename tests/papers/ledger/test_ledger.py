@@ -12,7 +12,7 @@ import pytest
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.papers.ledger import corrected, layer_collapse, softmax_linear
+from depthgauge.papers.ledger import registry as module
 from depthgauge.papers.ledger.claim import Claim, Computation, Observed, ratio_text
 from depthgauge.papers.ledger.registry import registry, run, select
 from depthgauge.papers.ledger.search import judge, refute
@@ -56,8 +56,7 @@ def test_every_statement_is_in_the_registry(id):
 
 
 def test_ids_are_unique():
-    claims = [*layer_collapse.CLAIMS, *softmax_linear.CLAIMS, *corrected.CLAIMS]
-    assert len({claim.id for claim in claims}) == len(claims) == len(registry())
+    assert len({claim.id for claim in module._ALL}) == len(module._ALL) == len(registry())
 
 
 @pytest.mark.docs

@@ -12,14 +12,11 @@ import torch
 from dense_separation import inputs, threshold
 from planted_claims import planted
 
+from depthgauge.papers.ledger import random_signs
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
 from depthgauge.papers.ledger.claim import Computation, Inequality, Misprint, Observed
-from depthgauge.papers.ledger.registry import explain
-from depthgauge.papers.ledger.search import judge, refute, search
-from depthgauge.papers.ledger.softmax_linear import CLAIMS, random_signs
-from depthgauge.papers.ledger.softmax_linear.basics import largest_squares
-from depthgauge.papers.ledger.softmax_linear.parts import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.random_signs import (
+from depthgauge.papers.ledger.lemma_parts import AttentionSetup, DenseAttention
+from depthgauge.papers.ledger.random_signs import (
     NetworkEvent,
     RowEvent,
     allowed_failure,
@@ -31,10 +28,14 @@ from depthgauge.papers.ledger.softmax_linear.random_signs import (
     least_width_factor,
     self_case,
 )
+from depthgauge.papers.ledger.registry import explain, registry
+from depthgauge.papers.ledger.regression_lemmas import largest_squares
+from depthgauge.papers.ledger.search import judge, refute, search
 from depthgauge.papers.separation.decisions import rows
 from depthgauge.papers.separation.probability import exact
 from depthgauge.papers.separation.settings import EXP, LIN, CrossAttention, SelfAttention, parse_attention
 
+CLAIMS = [claim for claim in registry().values() if claim.id.startswith(("B.", "ours.b-"))]
 BY_ID = {claim.id: claim for claim in CLAIMS}
 FEW = 240
 """The number of evaluations. The structured starts come first, so most counterexamples are found among these."""

@@ -730,10 +730,4 @@ THEOREM: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
-def _number(claim: Claim) -> tuple[str, int]:
-    """Return the sort key: `A.4.2.3` → ("4", 2). Sections 1 to 5 come before the appendices B to D."""
-    _, section, number, *_ = claim.id.split(".")
-    return section, int(number)
-
-
-CLAIMS: tuple[Claim, ...] = tuple(sorted((*SOFTMAX, *ATTENTION, *NETWORKS, *THEOREM), key=_number))
+CLAIMS: tuple[Claim, ...] = (*SOFTMAX, *ATTENTION, *NETWORKS, *THEOREM)

@@ -4,6 +4,7 @@ The *story* of a finding is its explanation.
 """
 
 import difflib
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, NoneType
@@ -11,6 +12,7 @@ from types import MappingProxyType, NoneType
 from depthgauge.base.errors import InputError, require_positive, require_type, unknown_name
 from depthgauge.base.format import number
 from depthgauge.base.progress import Step, silent
+from depthgauge.papers.ledger.attention_lemmas import ALL_ONES, CROSS, IDENTITY
 from depthgauge.papers.ledger.claim import (
     PAPER_A,
     PAPER_B,
@@ -26,8 +28,9 @@ from depthgauge.papers.ledger.claim import (
 )
 from depthgauge.papers.ledger.corrected import CLAIMS as CORRECTED
 from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
+from depthgauge.papers.ledger.random_signs import CLAIMS as SIGNS
+from depthgauge.papers.ledger.regression_lemmas import DEFINITIONS, REGRESSION
 from depthgauge.papers.ledger.search import judge
-from depthgauge.papers.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 from depthgauge.theory.linalg.small_matrices import SMALL, threads_for
 
 HEADINGS = {"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"}
@@ -129,7 +132,15 @@ def page(findings: Sequence[Finding]) -> str:
 PAPERS = ("A", "B", "ours")
 
 
-_REGISTRY = MappingProxyType({claim.id: claim for claim in (*LAYER_COLLAPSE, *SOFTMAX_LINEAR, *CORRECTED)})
+def _place(claim: Claim) -> tuple[int, list[tuple[int, str]]]:
+    """Return the sort key: numbered sections before the appendices A to F, and numbers in numerical order."""
+    pieces = re.findall(r"\d+|[A-Za-z]+", claim.id.partition(".")[2])
+    return PAPERS.index(claim.paper), [(int(piece) if piece.isdigit() else 1000, piece) for piece in pieces]
+
+
+_PAPER_B = (*DEFINITIONS, *REGRESSION, *SIGNS, *ALL_ONES, *IDENTITY, *CROSS)
+_ALL = (*sorted((*LAYER_COLLAPSE, *_PAPER_B), key=_place), *CORRECTED)
+_REGISTRY = MappingProxyType({claim.id: claim for claim in _ALL})
 
 
 def registry() -> Mapping[str, Claim]:

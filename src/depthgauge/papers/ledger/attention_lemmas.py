@@ -12,7 +12,7 @@ import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Evaluation, Inequality, Misprint
-from depthgauge.papers.ledger.softmax_linear.parts import (
+from depthgauge.papers.ledger.lemma_parts import (
     AttentionSetup,
     DenseAttention,
     Lemma,

@@ -14,10 +14,10 @@ from flint import arb, ctx, fmpz
 
 from depthgauge.base.format import number
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
+from depthgauge.papers.ledger.attention_lemmas import CONTRADICTION, IMPOSSIBLE, SETUPS
 from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Inequality, Instance, Observed, Size, Witness
+from depthgauge.papers.ledger.lemma_parts import NAMES, DenseAttention
 from depthgauge.papers.ledger.search import search
-from depthgauge.papers.ledger.softmax_linear.lemmas import CONTRADICTION, IMPOSSIBLE, SETUPS
-from depthgauge.papers.ledger.softmax_linear.parts import NAMES, DenseAttention
 from depthgauge.papers.separation.decisions import OutputRow, Signs, decision_table, rows, sign_of_sum
 from depthgauge.papers.separation.probability import exact
 from depthgauge.papers.separation.settings import (

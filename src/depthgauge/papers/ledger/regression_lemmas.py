@@ -25,7 +25,7 @@ from depthgauge.papers.ledger.claim import (
     searched,
     sizes,
 )
-from depthgauge.papers.ledger.softmax_linear.random_signs import DELTA
+from depthgauge.papers.ledger.random_signs import DELTA
 from depthgauge.papers.separation.settings import EXP, LIN, Dataset, ScoreMap
 
 _ANY = "A₁, A₂ ∈ R^{n×d}, Q, K ∈ R^{d×d}"
