@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -218,16 +218,9 @@ def _network(cell: Cell) -> SelfAttentionNetwork:
     return random_network(*shape, **kind, seed=cell.seed("network"))
 
 
-def _applicable(parameters: Values) -> Values:
-    return _checked(parameters, None)
-
-
-def _causal_applicable(parameters: Values) -> Values:
-    return _checked(parameters, parameters["tokens"])
-
-
-def _checked(parameters: Values, length: int | None) -> Values:
-    reason = _refusal(parameters["method"], parameters["skip"], length)
+def _applicable(parameters: Values, causal: bool = False) -> Values:
+    """Return the parameters; raise if the method does not apply to a network of this kind."""
+    reason = _refusal(parameters["method"], parameters["skip"], parameters["tokens"] if causal else None)
     if reason is not None:
         raise InputError(reason)
     return parameters
@@ -235,7 +228,6 @@ def _checked(parameters: Values, length: int | None) -> Values:
 
 @cache
 def _refusal(method: str, skip: bool, length: int | None) -> str | None:
-    """Return why a method does not apply; the network is causal if there is a largest number of tokens."""
     return refusal(random_network(1, 1, 1, 1.0, skip=skip, causal=length is not None), method, length)
 
 
@@ -437,7 +429,10 @@ TASKS: dict[str, Task] = {
             },
             certificate, _applicable,
         ),
-        Task(_CAUSAL, 1, {**_METHOD, **_NETWORK, **_OPTIONS, **_TOKENS, "seed": SEED}, certificate, _causal_applicable),
+        Task(
+            _CAUSAL, 1, {**_METHOD, **_NETWORK, **_OPTIONS, **_TOKENS, "seed": SEED}, certificate,
+            partial(_applicable, causal=True),
+        ),
         Task(
             "effective-depth", 1,
             {

@@ -99,17 +99,17 @@ def color_scale(values: Sequence[float], top: float) -> ColorScale:
 def draw(plot: Plot, height: int) -> Figure:
     """Return a view of a chart of a height as the page's script reads it: its words, and the figure of plotly."""
     heat = plot.heat
-    traces = ([] if heat is None else _heat_traces(heat, plot)) + [_trace(one, plot) for one in plot.series]
+    traces = ([] if heat is None else _heat_traces(heat, plot)) + [_trace(series, plot) for series in plot.series]
     base, value = _axis(plot.base, plot), _axis(plot.value, plot)
     x, y = (value, base) if plot.flat else (base, value)
-    named = [one.name for one in plot.series if one.legend] + [one.name for one in plot.lines]
+    named = [series.name for series in plot.series if series.legend] + [line.name for line in plot.lines]
     named += [] if heat is None else [name for name, _ in heat.states]
     lines = -(-sum(_MARK + _LETTER * min(40, len(name)) for name in named if name) // _LEGEND)
     top = 52 if heat is not None and not heat.states else 16 + _LINE * lines
     left, right = (16, 16) if plot.flat else (48, 28) if heat is not None else (60, 60 if plot.second else 12)
     layout = _LOOK | {
         "xaxis": x, "yaxis": y, "margin": {"l": left, "r": right, "t": top, "b": 44}, "bargap": 0.35,
-        "barmode": "group", "shapes": [_line(one, plot) for one in plot.lines],
+        "barmode": "group", "shapes": [_line(line, plot) for line in plot.lines],
     }  # fmt: skip
     if plot.second is not None:
         layout["yaxis2"] = _axis(plot.second, plot)
@@ -131,38 +131,39 @@ def draw(plot: Plot, height: int) -> Figure:
     return {"note": note, "alt": plot.alt, "data": traces, "layout": layout}
 
 
-def _trace(one: Series, plot: Plot) -> Figure:
+def _trace(series: Series, plot: Plot) -> Figure:
     """Return the marks of one series."""
     along, up = ("y", "x") if plot.flat else ("x", "y")
-    name = label(short(one.name, 40))
+    name = label(short(series.name, 40))
     trace: Figure = {
-        "type": "bar" if one.kind == "bar" else "scatter", "name": name, along: list(one.at), up: list(one.values),
-        "marker": {"color": one.color if isinstance(one.color, str) else list(one.color)},
-        "showlegend": one.legend and bool(name), **_hover(one, plot),
+        "type": "bar" if series.kind == "bar" else "scatter", "name": name,
+        along: list(series.at), up: list(series.values),
+        "marker": {"color": series.color if isinstance(series.color, str) else list(series.color)},
+        "showlegend": series.legend and bool(name), **_hover(series, plot),
     }  # fmt: skip
-    if one.kind == "bar":
+    if series.kind == "bar":
         trace |= {"orientation": "h" if plot.flat else "v"}
-        trace["marker"] |= {"pattern": {"shape": "" if one.dash == "solid" else "/"}}
+        trace["marker"] |= {"pattern": {"shape": "" if series.dash == "solid" else "/"}}
     else:
-        trace["mode"] = "markers" if one.kind == "points" else "lines+markers" if one.size else "lines"
-        trace["line"] = {"color": one.color, "width": one.width, "dash": one.dash}
-        trace["line"] |= {"shape": "hv"} if one.kind == "steps" else {}
-        trace["marker"] |= {"size": one.size, "symbol": one.symbol}
-        if one.symbol.endswith("-open"):
-            trace["marker"] |= {"line": {"width": one.width, "color": one.color}}
-    if one.labels:
+        trace["mode"] = "markers" if series.kind == "points" else "lines+markers" if series.size else "lines"
+        trace["line"] = {"color": series.color, "width": series.width, "dash": series.dash}
+        trace["line"] |= {"shape": "hv"} if series.kind == "steps" else {}
+        trace["marker"] |= {"size": series.size, "symbol": series.symbol}
+        if series.symbol.endswith("-open"):
+            trace["marker"] |= {"line": {"width": series.width, "color": series.color}}
+    if series.labels:
         beside = (
-            {"textposition": "outside", "cliponaxis": False} if one.kind == "bar" else {"textposition": "top center"}
+            {"textposition": "outside", "cliponaxis": False} if series.kind == "bar" else {"textposition": "top center"}
         )
-        trace |= {"text": list(one.labels), "textfont": {"size": 11, "color": "@faint"}, **beside}
-        trace |= {} if one.kind == "bar" else {"mode": "markers+text"}
-    if one.is_second:
+        trace |= {"text": list(series.labels), "textfont": {"size": 11, "color": "@faint"}, **beside}
+        trace |= {} if series.kind == "bar" else {"mode": "markers+text"}
+    if series.is_second:
         trace["yaxis"] = "y2"
-    if one.ends:
-        halves = [_halves(value, *ends) for value, ends in zip(one.values, one.ends, strict=True)]
+    if series.ends:
+        halves = [_halves(value, *ends) for value, ends in zip(series.values, series.ends, strict=True)]
         trace[f"error_{up}"] = {
             "type": "data", "symmetric": False, "width": 0, "thickness": 1.5,
-            "color": "@ink" if one.kind == "bar" else one.color,
+            "color": "@ink" if series.kind == "bar" else series.color,
             "array": [above for _, above in halves], "arrayminus": [below for below, _ in halves],
         }  # fmt: skip
     return trace
@@ -175,15 +176,15 @@ def _halves(value: float | None, low: float | None, high: float | None) -> tuple
     return min(value - low, sys.float_info.max), min(high - value, sys.float_info.max)  # infinity is not JSON
 
 
-def _hover(one: Series, plot: Plot) -> Figure:
+def _hover(series: Series, plot: Plot) -> Figure:
     """Return the words for each mark: its place, the name of the series, and the value with its interval."""
-    if not one.name:
+    if not series.name:
         return {"hoverinfo": "skip"}
     names, title = plot.base.names, plot.base.title
-    places = one.places or [names[at] if plot.base.kind == "rows" else f"{title} {at}" for at in one.at]
-    ends = one.ends or [(None, None)] * len(one.values)
-    texts = one.texts or [interval_text(value, *pair) for value, pair in zip(one.values, ends, strict=True)]
-    said = [_words(place, one.name, text) for place, text in zip(places, texts, strict=True)]
+    places = series.places or [names[at] if plot.base.kind == "rows" else f"{title} {at}" for at in series.at]
+    ends = series.ends or [(None, None)] * len(series.values)
+    texts = series.texts or [interval_text(value, *pair) for value, pair in zip(series.values, ends, strict=True)]
+    said = [_words(place, series.name, text) for place, text in zip(places, texts, strict=True)]
     return {"hoverinfo": "text", "hovertext": said}
 
 
@@ -204,33 +205,33 @@ def _line(line: Line, plot: Plot) -> Figure:
 
 def _axis(axis: Axis, plot: Plot) -> Figure:
     """Return the settings of one axis."""
-    found = _AXES | {"title": {"font": _FAINT, "text": axis.title}}
-    values = [v for one in plot.series for v in (one.at if axis is plot.base else one.values) if v is not None]
+    settings = _AXES | {"title": {"font": _FAINT, "text": axis.title}}
+    values = [v for series in plot.series for v in (series.at if axis is plot.base else series.values) if v is not None]
     if axis.kind == "names":
-        found |= _names(axis.names)
+        settings |= _names(axis.names)
     elif axis.kind == "rows":
-        found |= {
+        settings |= {
             "tickvals": list(range(len(axis.names))), "ticktext": [label(short(name, 36)) for name in axis.names],
             "range": [len(axis.names) - 0.5, -0.5], "automargin": True, "showgrid": False, "ticklabelstandoff": 6,
         }  # fmt: skip
     elif axis.kind == "down":
-        found |= {"type": "category", "showgrid": False, "range": [len(axis.names) - 0.5, -0.5]}
+        settings |= {"type": "category", "showgrid": False, "range": [len(axis.names) - 0.5, -0.5]}
     elif axis.kind == "log":
-        found |= log_axis([v for v in values if v > 0])
+        settings |= log_axis([v for v in values if v > 0])
     elif axis.kind == "zero":
-        found["rangemode"] = "tozero"
+        settings["rangemode"] = "tozero"
     elif axis is plot.value and plot.lines:  # plotly does not make room for lines
         known = [0.0, *(line.at for line in plot.lines), *values]
         low, high = min(known), max(known)
         margin = min(0.1 * (high / 2 - low / 2), sys.float_info.max - max(high, -low))
-        found["range"] = [low - margin if low else 0.0, high + margin or 1.0]
+        settings["range"] = [low - margin if low else 0.0, high + margin or 1.0]
     if axis is plot.base:
-        found["showgrid"] = axis.kind == "log"
+        settings["showgrid"] = axis.kind == "log"
     if axis.range is not None:
-        found["range"] = list(axis.range)
+        settings["range"] = list(axis.range)
     if axis.step is not None:
-        found["dtick"] = axis.step
-    return found
+        settings["dtick"] = axis.step
+    return settings
 
 
 def _heat_traces(heat: Heat, plot: Plot) -> list[Figure]:

@@ -65,7 +65,7 @@ class Table:
     @cached_property
     def headings(self) -> list[str]:
         """The headings on the page."""
-        return [name for one in self.columns for name in (one[1:] if isinstance(one, tuple) else (one,))]
+        return [name for column in self.columns for name in (column[1:] if isinstance(column, tuple) else (column,))]
 
     @cached_property
     def values(self) -> list[list[Plain]]:
@@ -79,11 +79,11 @@ class Table:
     def numeric(self) -> list[bool]:
         """Whether each column of the page has numbers and no strings."""
         columns = [{type(row[k]) for row in self.values} for k in range(len(self.headings))]
-        return [bool(found & {int, float}) and str not in found for found in columns]
+        return [bool(types & {int, float}) and str not in types for types in columns]
 
     def brief(self) -> dict[str, list[str]]:
         """Return the columns of texts, for the terminal and the model card."""
-        names = [one[0] if isinstance(one, tuple) else one for one in self.columns]
+        names = [column[0] if isinstance(column, tuple) else column for column in self.columns]
         rows = [[cell.text if isinstance(cell, Brief) else shown(cell) for cell in row] for row in self.rows]
         return {name: [row[k] for row in rows] for k, name in enumerate(names)}
 
@@ -185,8 +185,8 @@ class Heat:
         """Return the smallest and the largest value with their places, for readers who cannot use the colours."""
         if not self.known:
             return nothing
-        found = [choose(self.known, key=self.known.__getitem__) for choose in (min, max)]
-        least, largest = (f"{self.show(self.known[at])} ({self.place(*at, ', ')})" for at in found)
+        ends = [choose(self.known, key=self.known.__getitem__) for choose in (min, max)]
+        least, largest = (f"{self.show(self.known[at])} ({self.place(*at, ', ')})" for at in ends)
         return f"Here from {least} to {largest}."
 
 

@@ -51,11 +51,12 @@ def percent_text(share: float | None, signed: bool = False) -> str:
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
 
-def difference_text(one: AccuracyRecord) -> str:
+def difference_text(result: AccuracyRecord) -> str:
     """Return the difference with its interval in percentage points: `−5.0 [−9.1, −1.2]`."""
-    if one.difference is None:
+    if result.difference is None:
         return DASH
-    return f"{percent_text(one.difference, True)} [{percent_text(one.low, True)}, {percent_text(one.high, True)}]"
+    difference, low, high = (percent_text(share, True) for share in (result.difference, result.low, result.high))
+    return f"{difference} [{low}, {high}]"
 
 
 def task_label(task: EvaluatedTask) -> str:
@@ -86,12 +87,12 @@ def task_guarantees(record: EvaluateRecord) -> tuple[str, ...]:
     return (*sentences, ITEM_ASSUMPTION) if sentences else ()
 
 
-def _at_most(record: EvaluateRecord, name: str, one: AccuracyRecord, what: str, how: str) -> str:
-    most, confidence = one.falls_at_most, f"{100 * record.settings.confidence:g} %"
+def _at_most(record: EvaluateRecord, name: str, result: AccuracyRecord, what: str, how: str) -> str:
+    most, confidence = result.falls_at_most, f"{100 * record.settings.confidence:g} %"
     assert most is not None
-    found = f"falls by at most {percent_text(most)}" if most >= 0 else f"grows by at least {percent_text(-most)}"
+    change = f"falls by at most {percent_text(most)}" if most >= 0 else f"grows by at least {percent_text(-most)}"
     return (
-        f"With confidence {confidence}, the accuracy of {name} on {what} {found} percentage points compared with "
+        f"With confidence {confidence}, the accuracy of {name} on {what} {change} percentage points compared with "
         f"{record.models[0].name} ({how})."
     )
 
@@ -110,11 +111,11 @@ def evaluate_verdict(record: EvaluateRecord) -> str:
     for index in shown:
         model = record.models[index]
         rows = [record.mean[index]] if record.mean else [t.results[index] for t in record.tasks if t.is_main]
-        for one in rows:
-            found = f"{model.name} answers {percent_text(one.accuracy)} % right"
-            if one.difference is not None:
-                found += f", a difference of {difference_text(one)} percentage points (p = {number(one.p, 2)})"
-            parts.append(found)
+        for result in rows:
+            sentence = f"{model.name} answers {percent_text(result.accuracy)} % right"
+            if result.difference is not None:
+                sentence += f", a difference of {difference_text(result)} percentage points (p = {number(result.p, 2)})"
+            parts.append(sentence)
         if not rows:
             known = (f"{text.name} {number(text.results[index].perplexity, 4)}" for text in record.texts)
             parts.append(f"perplexity of {model.name}: {', '.join(known)}")
@@ -179,20 +180,20 @@ def accuracy_part(record: EvaluateRecord) -> Part | None:
     """Return the accuracy of every model on every task, and how it differs from that of the first."""
     if not record.tasks:
         return None
-    found = [list(accuracy_rows(record, index)) for index in range(len(record.models))]
-    tasks, models = [name for name, _, _ in found[0]], [model.name for model in record.models]
-    shares = [[100 * one.accuracy for _, _, one in rows] for rows in found]
+    by_model = [list(accuracy_rows(record, index)) for index in range(len(record.models))]
+    tasks, models = [name for name, _, _ in by_model[0]], [model.name for model in record.models]
+    shares = [[100 * result.accuracy for _, _, result in rows] for rows in by_model]
     # One colour per model; where these do not suffice, the models are the groups.
-    by_model = len(models) <= len(_COLORS)
-    groups, names = (tasks, models) if by_model else (models, tasks)
-    lengths = shares if by_model else list(map(list, zip(*shares, strict=True)))
+    is_by_task = len(models) <= len(_COLORS)
+    groups, names = (tasks, models) if is_by_task else (models, tasks)
+    lengths = shares if is_by_task else list(map(list, zip(*shares, strict=True)))
     bars = [
-        Series("bar", one, range(len(groups)), row, _COLORS[(index + (not by_model)) % len(_COLORS)],
+        Series("bar", name, range(len(groups)), row, _COLORS[(index + (not is_by_task)) % len(_COLORS)],
                texts=[f"{number(share)} %" for share in row])
-        for index, (one, row) in enumerate(zip(names, lengths, strict=True))
+        for index, (name, row) in enumerate(zip(names, lengths, strict=True))
     ]  # fmt: skip
     words = "; ".join(
-        f"{name}: {', '.join(percent_text(rows[k][2].accuracy) for rows in found)} %" for k, name in enumerate(tasks)
+        f"{name}: {', '.join(percent_text(rows[k][2].accuracy) for rows in by_model)} %" for k, name in enumerate(tasks)
     )
     alt = f"Bar chart of the accuracy by task and model. {words}."
     plot = Plot(alt, Axis(kind="rows", names=groups), Axis("accuracy, %", range=(0, 100)), bars)
@@ -206,13 +207,14 @@ def accuracy_part(record: EvaluateRecord) -> Part | None:
     )  # fmt: skip
     rows: Rows = tuple(
         (
-            name, "" if items is None else items, Brief(str(index), (model,)), _percent(one.accuracy),
-            Brief(difference_text(one), (*map(_points, (one.difference, one.low, one.high)),)),
-            Brief(DASH if one.lost is None else f"{one.lost}, {one.gained}", (one.lost, one.gained)),
-            Brief(number(one.p, 2), (one.p,)), _percent(one.falls_at_most),
+            name, "" if items is None else items, Brief(str(index), (model,)), _percent(result.accuracy),
+            Brief(difference_text(result), (*map(_points, (result.difference, result.low, result.high)),)),
+            Brief(DASH if result.lost is None else f"{result.lost}, {result.gained}", (result.lost, result.gained)),
+            Brief(number(result.p, 2), (result.p,)), _percent(result.falls_at_most),
         )
         for k in range(len(tasks))
-        for index, (model, (name, items, one)) in enumerate(zip(models, (rows[k] for rows in found), strict=True), 1)
+        for index, (model, results) in enumerate(zip(models, by_model, strict=True), 1)
+        for name, items, result in [results[k]]
     )  # fmt: skip
     table, caption = (
         Table("Tasks", columns, rows, is_open=True),
@@ -241,19 +243,19 @@ def difference_part(record: EvaluateRecord) -> Part | None:
     series, names, words = list[Series](), list[str](), list[str]()
     for index, model in enumerate(record.models[1:], start=1):
         rows = list(accuracy_rows(record, index))
-        known, at = [one for _, _, one in rows], range(len(names), len(names) + len(rows))
+        known, at = [result for _, _, result in rows], range(len(names), len(names) + len(rows))
         names += [f"{name}, {model.name}" if len(record.models) > 2 else name for name, _, _ in rows]
-        words += [f"{name}: {difference_text(one)}" for name, _, one in rows]
+        words += [f"{name}: {difference_text(result)}" for name, _, result in rows]
         series += [
             Series(
-                "points", "measured, with 95 % interval", at, [100 * (one.difference or 0.0) for one in known],
-                ends=[(_points(one.low), _points(one.high)) for one in known], size=9, legend=index == 1,
-                texts=[f"{difference_text(one)}, p = {number(one.p, 2)}" for one in known],
+                "points", "measured, with 95 % interval", at, [100 * (result.difference or 0.0) for result in known],
+                ends=[(_points(result.low), _points(result.high)) for result in known], size=9, legend=index == 1,
+                texts=[f"{difference_text(result)}, p = {number(result.p, 2)}" for result in known],
             ),
             Series(
-                "points", "guaranteed: not below", at, [-100 * (one.falls_at_most or 0.0) for one in known], PROVED,
-                texts=[f"falls by at most {percent_text(one.falls_at_most)}" for one in known], legend=index == 1,
-                size=12, symbol="line-ns-open", width=3,
+                "points", "guaranteed: not below", at, [-100 * (result.falls_at_most or 0.0) for result in known],
+                PROVED, texts=[f"falls by at most {percent_text(result.falls_at_most)}" for result in known],
+                legend=index == 1, size=12, symbol="line-ns-open", width=3,
             ),
         ]  # fmt: skip
     *statements, assumption = task_guarantees(record)
@@ -275,13 +277,13 @@ def perplexity_part(record: EvaluateRecord) -> Part | None:
     )  # fmt: skip
     rows: Rows = tuple(
         (
-            text.name, Brief(f"{one.windows} × {text.window}", (one.windows, text.window)),
+            text.name, Brief(f"{result.windows} × {text.window}", (result.windows, text.window)),
             Brief(str(index), (model.name,)),
-            *(Brief(number(value, 4), (value,)) for value in (one.perplexity, one.loss, one.bits_per_byte)),
-            ranged(one.increase, one.increase_low, one.increase_high),
+            *(Brief(number(value, 4), (value,)) for value in (result.perplexity, result.loss, result.bits_per_byte)),
+            ranged(result.increase, result.increase_low, result.increase_high),
         )
         for text in record.texts
-        for index, (model, one) in enumerate(zip(record.models, text.results, strict=True), start=1)
+        for index, (model, result) in enumerate(zip(record.models, text.results, strict=True), start=1)
     )  # fmt: skip
     table = Table("Perplexity", columns, rows, is_open=True).upto(len(columns) - (len(record.models) < 2))
     return Part("perplexity", "Perplexity", PROTOCOL, None, table)

@@ -167,15 +167,15 @@ _STYLES = (("@blue", "circle", "solid"), ("@vermilion", "square", "dash"), ("@gr
 def _residual_view(states: Sequence[tuple[str, Residual]], center: str) -> Plot:
     names, series, ratios = [name for name, _ in states], [], list[float]()
     for norm, (color, symbol, dash) in zip(NORMS, _STYLES, strict=True):
-        found = [residual[center][norm] for _, residual in states]
-        values, spreads = [size.ratio for size in found], [size.ratio_std or 0.0 for size in found]
+        sizes = [residual[center][norm] for _, residual in states]
+        values, spreads = [size.ratio for size in sizes], [size.ratio_std or 0.0 for size in sizes]
         ratios += [value for value in values if value is not None and value > 0]
         series.append(
             Series(
                 "line", NORMS[norm], names, values, color, symbol=symbol, dash=dash, size=7,
                 ends=[(None, None) if v is None else (v - s, v + s) for v, s in zip(values, spreads, strict=True)],
                 places=["input" if name == "in" else f"after layer {name}" for name in names],
-                texts=[f"{number(size.ratio)} ± {number(size.ratio_std, 2)}" for size in found],
+                texts=[f"{number(size.ratio)} ± {number(size.ratio_std, 2)}" for size in sizes],
             )
         )  # fmt: skip
     falls = bool(ratios) and min(ratios) < 0.1 * max(ratios)
@@ -268,12 +268,12 @@ def network_profile(subject: NetworkSubject) -> Part:
     """Return one row per layer: the residual, and the range of each head measure over the heads."""
     rows: list[tuple[Cell, ...]] = [(fixed("input"), subject.input.residual.midrange.max.ratio, "", "", "", "")]
     for layer in subject.layers:
-        found = (
+        cells = (
             layer.residual.midrange.max.ratio, spread(layer.heads, lambda head: head.score_range),
             spread(layer.heads, lambda head: head.tv_mean), _largest(layer.heads, "contraction"),
             _largest(layer.heads, "contraction_bound"),
         )  # fmt: skip
-        rows.append((fixed(str(layer.index)), *found))
+        rows.append((fixed(str(layer.index)), *cells))
     columns = ("layer", "residual", "score range θ", "TV to uniform", "contraction", "bound")
     return Part("layers", "Layers", _CAPTION, None, Table("", columns, tuple(rows), dim=(0,)), place=Place.TERMINAL)
 
@@ -391,13 +391,15 @@ def depth_part(subject: NetworkSubject) -> Part:
     if not subject.depth:
         words = "Effective depth is not defined for this kind of network."
         return Part("depth", title, words, half=True, place=Place.PAGE)
-    layers, found = len(subject.layers), dict[float, dict[bool, DepthRow]]()
+    layers, by_tolerance = len(subject.layers), dict[float, dict[bool, DepthRow]]()
     for row in subject.depth:
-        found.setdefault(row.tolerance, {})[row.certified] = row
+        by_tolerance.setdefault(row.tolerance, {})[row.certified] = row
     columns: Headings = (
         "within", *((name, name, "error", "kept", "folded into one each") for name in _BOTH.values())
     )  # fmt: skip
-    rows: Rows = tuple((one, *(_depth(kinds.get(kind), layers) for kind in _BOTH)) for one, kinds in found.items())
+    rows: Rows = tuple(
+        (tolerance, *(_depth(kinds.get(kind), layers) for kind in _BOTH)) for tolerance, kinds in by_tolerance.items()
+    )
     table = Table("Effective depth: layers that are enough", columns, rows)
     caption = (
         f"The smallest number of {counted(layers, 'layer')} found to be enough: proved for every input with entries up "
@@ -422,7 +424,7 @@ def _depth(row: DepthRow | None, layers: int) -> Brief:
 
 def depth_chart(depth: Sequence[DepthRow], layers: int) -> Chart:
     """Return the layers that are enough per tolerance, proved next to measured."""
-    names, bars = [number(one) for one in sorted({row.tolerance for row in depth}, reverse=True)], []
+    names, bars = [number(tolerance) for tolerance in sorted({row.tolerance for row in depth}, reverse=True)], []
     for certified, name in _BOTH.items():
         rows = sorted((row for row in depth if row.certified == certified), key=lambda row: -row.tolerance)
         at = [number(row.tolerance) for row in rows]
@@ -556,16 +558,16 @@ def what_if_part(subject: CheckpointSubject) -> Part | None:
     return Part("what-if", "What each layer is worth", caption, Chart(views, 340, "What if"), table, place=SCREENS)
 
 
-def _ranged(found: Interval | None) -> Brief:
-    return ranged(None, None, None) if found is None else ranged(found.loss, found.low, found.high, 2)
+def _ranged(interval: Interval | None) -> Brief:
+    return ranged(None, None, None) if interval is None else ranged(interval.loss, interval.low, interval.high, 2)
 
 
 def _bars(layers: Sequence[CheckpointLayer], kind: str, measured: str) -> Plot:
     names = [str(layer.index) for layer in layers]
-    title, found = WHAT_IFS[kind].label, [layer.what_if.get(kind) for layer in layers]
-    values = [None if one is None else one.loss for one in found]
-    ends = [(None, None) if one is None else (one.low, one.high) for one in found]
-    known = {name: one.loss for name, one in zip(names, found, strict=True) if one is not None}
+    title, intervals = WHAT_IFS[kind].label, [layer.what_if.get(kind) for layer in layers]
+    values = [None if interval is None else interval.loss for interval in intervals]
+    ends = [(None, None) if interval is None else (interval.low, interval.high) for interval in intervals]
+    known = {name: interval.loss for name, interval in zip(names, intervals, strict=True) if interval is not None}
     least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
     words = f"Smallest at layer {least} ({number(known[least])}), largest at layer {most} ({number(known[most])})."
     alt = f"Bar chart of {measured} by layer, {title}. {words}"
@@ -592,7 +594,11 @@ def experts_parts(subject: CheckpointSubject) -> tuple[Part, ...]:
         ),
     ), "expert")  # fmt: skip
     columns = ("layer", "expert", (loss.label, loss.label, f"{loss.label}, low", f"{loss.label}, high"), share.label)
-    rows = tuple((layer.index, one.index, _ranged(one.what_if), one.share) for layer in layers for one in layer.experts)
+    rows = tuple(
+        (layer.index, expert.index, _ranged(expert.what_if), expert.share)
+        for layer in layers
+        for expert in layer.experts
+    )
     table = Table(f"Without one expert: {measured}", columns, rows)
     ranked = [sorted(layer.experts, key=lambda expert: expert.what_if.loss) for layer in layers]
     summary = tuple(

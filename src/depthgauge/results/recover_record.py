@@ -248,6 +248,6 @@ class RecoverRecord(Record, frozen=True, kw_only=True):
         return {"name": repr(self.name), self.objective: f"{number(before)} → {number(after)}", "out": repr(self.out)}
 
 
-def check_recover(document: Any, name: str = "the result", advice: str = RECOVER_ADVICE) -> RecoverRecord:
+def check_recover(document: Any, name: str = "the result") -> RecoverRecord:
     """Return a parsed result document as a record; a ResultError names the place that does not fit."""
-    return read(document, RecoverRecord, name, advice)
+    return read(document, RecoverRecord, name, RECOVER_ADVICE)

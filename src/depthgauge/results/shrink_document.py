@@ -86,8 +86,9 @@ def layers_text(record: ShrinkRecord) -> str:
 
 def comparison(record: ShrinkRecord) -> str:
     """Compare the result with all sets of blocks without repair, on the selection windows; empty if none is known."""
-    chosen = next((one for one in record.plan.candidates if one.chosen and one.removed == record.removed), None)
-    bare = {one.removed: one.increase for one in record.plan.candidates if one.increase is not None}
+    candidates = record.plan.candidates
+    chosen = next((tried for tried in candidates if tried.chosen and tried.removed == record.removed), None)
+    bare = {tried.removed: tried.increase for tried in candidates if tried.increase is not None}
     if chosen is None or not bare:
         return ""
     best = min(bare, key=lambda removed: bare[removed])
@@ -105,8 +106,8 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
     if record.objective != "loss":
         return ()
     increases = [(text.kind, text.increase) for text in record.texts if text.increase is not None]
-    written, sampled = ([one for kind, one in increases if kind == about] for about in ("text", "sampled"))
-    largest = max((one for kind, one in increases if kind != "sampled" or not written), default=0.0)
+    written, sampled = ([increase for kind, increase in increases if kind == about] for about in ("text", "sampled"))
+    largest = max((increase for kind, increase in increases if kind != "sampled" or not written), default=0.0)
     bound = None if record.guarantee is None else record.guarantee.quantile.increase
     helps = [] if len(record.removed) < 2 else ["remove fewer blocks"]
     if record.plan.settings.no_repair:
@@ -114,13 +115,13 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
     elif record.recovery is None:
         helps.append("train it with --recover 2M")
     advice = f"; {', or '.join(helps)}" if helps else ""
-    found, warnings = [], []
+    damage, warnings = [], []
     if largest > DAMAGE:
-        found.append(f"the loss grows by {number(largest)} nats per token")
+        damage.append(f"the loss grows by {number(largest)} nats per token")
     if bound is not None and bound > DAMAGE_BOUND:
-        found.append(f"only {number(bound)} nats per token are guaranteed")
-    if found:
-        warnings.append(f"warning: this model is damaged: {', and '.join(found)}{advice}")
+        damage.append(f"only {number(bound)} nats per token are guaranteed")
+    if damage:
+        warnings.append(f"warning: this model is damaged: {', and '.join(damage)}{advice}")
     if written and sampled and mean(sampled) > max(DAMAGE_RATIO * mean(written), DAMAGE_LEAST):
         warnings.append(
             f"warning: on text that the model writes itself the loss grows by {number(mean(sampled))}, more than "
@@ -261,11 +262,11 @@ def texts_caption(record: ShrinkRecord) -> str:
 
 def accuracy_sentence(record: ShrinkRecord) -> str:
     """Return the accuracy of both models; empty if there are no labels."""
-    found = record.accuracy
-    if found is None:
+    accuracy = record.accuracy
+    if accuracy is None:
         return ""
-    dense, shrunk = (number(100 * value) for value in (found.dense, found.shrunk))
-    what = f"{found.windows} certify {record.plan.calibration.noun}s"
+    dense, shrunk = (number(100 * value) for value in (accuracy.dense, accuracy.shrunk))
+    what = f"{accuracy.windows} certify {record.plan.calibration.noun}s"
     return f"accuracy on the {what}: {dense} % before, {shrunk} % after"
 
 
@@ -366,16 +367,16 @@ def shrink_document(*records: ShrinkRecord) -> Document:
     record, plan = records[-1], records[-1].plan
     sections = tuple(
         Section(
-            one.name if len(records) == 1 else f"{one.name} without {counted(len(one.removed), 'layer')}",
-            _headline(one.name, one.plan),
-            capital(shrink_verdict(one)),
-            shrink_facts(one),
-            shrink_parts(one),
+            result.name if len(records) == 1 else f"{result.name} without {counted(len(result.removed), 'layer')}",
+            _headline(result.name, result.plan),
+            capital(shrink_verdict(result)),
+            shrink_facts(result),
+            shrink_parts(result),
         )
-        for one in records
+        for result in records
     )
     if len(records) > 1:
-        sizes = ", ".join(str(len(one.removed)) for one in records)
+        sizes = ", ".join(str(len(result.removed)) for result in records)
         lead = f"One search, {counted(len(records), 'model')}: {sizes} layers removed."
         sections = (Section(record.name, "", lead, (("source", plan.model),), (sizes_part(records),)), *sections)
     return Document(
@@ -489,11 +490,11 @@ def guarantee_part(record: ShrinkRecord) -> Part:
     bars = Series(
         "bar", "bound", names, [size.bound for size in guarantee.tested],
         [PROVED if passed else "@rule-strong" for passed in passes], legend=False,
-        texts=[f"{number(one.bound)}, within the limit: {answers[k]}" for k, one in enumerate(guarantee.tested)],
+        texts=[f"{number(size.bound)}, within the limit: {answers[k]}" for k, size in enumerate(guarantee.tested)],
     )  # fmt: skip
     passed = [size.removed for size in guarantee.tested if size.passed]
-    found = f"{counted(max(passed), 'layer')} removed is the largest size that passed" if passed else "no size passed"
-    alt = f"Bar chart of the bound by number of removed layers. The limit is {number(guarantee.limit)}; {found}."
+    outcome = f"{counted(max(passed), 'layer')} removed is the largest size that passed" if passed else "no size passed"
+    alt = f"Bar chart of the bound by number of removed layers. The limit is {number(guarantee.limit)}; {outcome}."
     lines = () if guarantee.limit is None else (Line(guarantee.limit, "limit"),)
     plot = Plot(alt, Axis("layers removed", "names", names), Axis("bound"), (bars,), lines=lines)
     table = Table(
@@ -562,11 +563,11 @@ def curve_part(record: ShrinkRecord) -> Part | None:
     methods = sorted(dict.fromkeys(point.method for point in points), key=lambda method: method != _OURS)
     colors, lines = iter(_COLORS * len(methods)), []
     for method in methods:
-        found = sorted((point for point in points if point.method == method), key=lambda point: point.removed)
-        at, is_ours = [point.removed for point in found], method == _OURS
+        own = sorted((point for point in points if point.method == method), key=lambda point: point.removed)
+        at, is_ours = [point.removed for point in own], method == _OURS
         lines.append(
             Series(
-                "line", method, at, [point.increase for point in found], MEASURED if is_ours else next(colors),
+                "line", method, at, [point.increase for point in own], MEASURED if is_ours else next(colors),
                 places=_sizes(at), width=3 if is_ours else 1.5, size=7 if is_ours else 5,
             )
         )  # fmt: skip
@@ -599,28 +600,29 @@ def _sizes(removed: Sequence[int]) -> list[str]:
 
 def candidate_part(plan: PlanRecord, record: ShrinkRecord | None = None) -> Part | None:
     """Return every set of blocks that was compared, without and with repair, and the stages of the repair."""
-    found = plan.candidates
+    candidates = plan.candidates
     stages = () if record is None else tuple(map(stage_sentence, record.stages))
-    if not found:
+    if not candidates:
         return Part("candidates", "The repair", statements=stages, place=SCREENS) if stages else None
     added = "increase of the objective" if record is None else objective_label(record.objective).added
     both = (("without repair", "@faint", "increase", "error"), ("repaired", MEASURED, "repaired", "repaired_error"))
     bars = []
     for name, color, key, key_error in both:
-        pairs = [(getattr(one, key), getattr(one, key_error)) for one in found]
+        pairs = [(getattr(candidate, key), getattr(candidate, key_error)) for candidate in candidates]
         ends = [(None, None) if None in pair else (pair[0] - pair[1], pair[0] + pair[1]) for pair in pairs]
-        places, texts = [f"without {ranges(one.removed)}" for one in found], [with_error(*pair) for pair in pairs]
+        places = [f"without {ranges(candidate.removed)}" for candidate in candidates]
+        texts = [with_error(*pair) for pair in pairs]
         values = [value for value, _ in pairs]
-        bars.append(Series("bar", name, range(len(found)), values, color, ends, places, texts))
-    names = [f"{ranges(one.removed)} ({', '.join(one.methods)})" for one in found]
-    alt = f"Bar chart of {added} for {counted(len(found), 'set')} of layers, without and with repair."
+        bars.append(Series("bar", name, range(len(candidates)), values, color, ends, places, texts))
+    names = [f"{ranges(candidate.removed)} ({', '.join(candidate.methods)})" for candidate in candidates]
+    alt = f"Bar chart of {added} for {counted(len(candidates), 'set')} of layers, without and with repair."
     plot = Plot(alt, Axis(kind="rows", names=names), Axis(added, "zero"), bars)
     rows = tuple(
         (
-            ", ".join(one.methods), ranges(one.removed), _with_error(one.increase, one.error),
-            _with_error(one.repaired, one.repaired_error), "← this one" if one.chosen else "",
+            ", ".join(candidate.methods), ranges(candidate.removed), _with_error(candidate.increase, candidate.error),
+            _with_error(candidate.repaired, candidate.repaired_error), "← this one" if candidate.chosen else "",
         )
-        for one in found
+        for candidate in candidates
     )  # fmt: skip
     columns = (
         "chosen by", "removed", ("without repair", "without repair", "standard error"),
@@ -628,7 +630,7 @@ def candidate_part(plan: PlanRecord, record: ShrinkRecord | None = None) -> Part
     )  # fmt: skip
     table = Table("Choices compared", columns, rows)
     caption = "Mean increase of the objective on the same selection windows, with its standard error."
-    chart = Chart((plot,), 120 + 56 * len(found))
+    chart = Chart((plot,), 120 + 56 * len(candidates))
     return Part(
         "candidates", "Every choice, without and with repair", caption, chart, table, stages, place=SCREENS
     )  # fmt: skip
@@ -641,22 +643,23 @@ def _with_error(value: float | None, error: float | None) -> Brief:
 def sizes_part(records: Sequence[ShrinkRecord]) -> Part:
     """Return the increase with its interval, the size and the speed against the number of removed layers."""
     added = objective_label(records[0].objective).added
-    kinds = list(dict.fromkeys((text.kind, text.name) for one in records for text in one.texts))
+    kinds = list(dict.fromkeys((text.kind, text.name) for result in records for text in result.texts))
     colors, lines, rows = iter((MEASURED, *_COLORS) * len(kinds)), [], []
     for kind, name in kinds:
-        found = [(one, text) for one in records for text in one.texts if (text.kind, text.name) == (kind, name)]
-        at, texts = [len(one.removed) for one, _ in found], [text for _, text in found]
+        about = [(len(result.removed), text) for result in records for text in result.texts]
+        measured = [(removed, text) for removed, text in about if (text.kind, text.name) == (kind, name)]
+        at, texts = [removed for removed, _ in measured], [text for _, text in measured]
         lines.append(_increases(texts, texts[0].label, at, next(colors), _sizes(at), "line"))
-    for one in records:
-        costs = {name: ratio for name, *_, ratio in cost_rows(one)}
-        bound = None if one.guarantee is None else one.guarantee.quantile.increase
+    for result in records:
+        costs = {name: ratio for name, *_, ratio in cost_rows(result)}
+        bound = None if result.guarantee is None else result.guarantee.quantile.increase
         ratios = [costs.get(name) for name in ("parameters", "size on disk", "prefill", "decode, per token")]
-        rows.append((len(one.removed), measured_increase(one), bound, *ratios, one.out or DASH))
+        rows.append((len(result.removed), measured_increase(result), bound, *ratios, result.out or DASH))
     titles = (
         "layers removed", "increase", "guaranteed", "parameters", "size on disk", "prefill time", "decode time",
         "written to",
     )  # fmt: skip
-    words = "; ".join(f"{len(one.removed)}: {measured_increase(one)}" for one in records)
+    words = "; ".join(f"{len(result.removed)}: {measured_increase(result)}" for result in records)
     caption = (
         "On windows that nothing was fitted or selected on, with 95 % confidence intervals. Costs are relative to the "
         "source model; below 1 is smaller or faster."

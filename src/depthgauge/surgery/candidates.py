@@ -126,12 +126,12 @@ class Search:
     @property
     def refusals(self) -> tuple[str, ...]:
         """A note on the sets of blocks that the search has left out, if there are any."""
-        found = {removed: reason for removed, reason in (self._refused or {}).items() if reason is not None}
-        if not found:
+        reasons = {removed: reason for removed, reason in (self._refused or {}).items() if reason is not None}
+        if not reasons:
             return ()
-        smallest = min(found, key=len)
-        count = counted(len(found), "set")
-        return (f"the search left out {count} of blocks, such as {list(smallest)}: {found[smallest]}",)
+        smallest = min(reasons, key=len)
+        count = counted(len(reasons), "set")
+        return (f"the search left out {count} of blocks, such as {list(smallest)}: {reasons[smallest]}",)
 
     def _cheapest(self) -> int | None:
         """Return the block whose removal costs least on the ranking windows; None if none of them can be removed.
@@ -157,10 +157,10 @@ class Search:
         Raises:
             CheckpointError: none is known that can be removed.
         """
-        found = tuple(sorted(step.layer for step in self.steps[:count]))
-        ours = {GREEDY: found, EXCHANGED: self.exchanged(found)} if len(found) == count else {}
-        if made := {**ours, **self.peer_sets(count)}:
-            return made
+        greedy = tuple(sorted(step.layer for step in self.steps[:count]))
+        ours = {GREEDY: greedy, EXCHANGED: self.exchanged(greedy)} if len(greedy) == count else {}
+        if known := {**ours, **self.peer_sets(count)}:
+            return known
         name = self.student.checkpoint.name
         raise CheckpointError(
             f"no {counted(count, 'block')} that can be removed from {name} together were found: "
@@ -184,12 +184,12 @@ class Search:
         The best exchange of a block on the ranking windows is measured on all selection windows, without repair.
         """
         others, left = self.ranked(), self.student.effort.swaps
-        for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
+        for layer in [step.layer for step in reversed(self.steps) if step.layer in removed]:
             chosen = [other for other in others if other not in removed]
             chosen = chosen[: min(left, max(1, self.student.effort.swaps // max(1, len(removed))))]
             left -= len(chosen)
-            trials = [tuple(sorted({*removed, other} - {one})) for other in chosen]
-            means = self.student.means_without(trials, self.student.effort.ranking, f"exchange block {one}")
+            trials = [tuple(sorted({*removed, other} - {layer})) for other in chosen]
+            means = self.student.means_without(trials, self.student.effort.ranking, f"exchange block {layer}")
             order = sorted(means, key=means.__getitem__)
             best = next((trial for trial in order if self.why_not(trial) is None), removed)
             removed = min([removed, best], key=self.student.means_without([removed, best]).__getitem__)
@@ -207,11 +207,11 @@ class Search:
             CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.student.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
-        found = self._published(count)
-        means = self.student.means_without(found.values())
+        published = self._published(count)
+        means = self.student.means_without(published.values())
         points += [
             CurvePoint(method=method, removed=count, increase=means[gone] - self.student.dense)
-            for method, gone in found.items()
+            for method, gone in published.items()
         ]
         return tuple(points)
 

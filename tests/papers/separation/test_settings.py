@@ -7,8 +7,11 @@ import pytest
 
 from depthgauge.base.errors import InputError
 from depthgauge.papers.separation.settings import (
+    EXP,
+    LIN,
     CrossAttention,
     Regression,
+    ScoreMap,
     SelfAttention,
     build_setting,
     decimal,
@@ -108,6 +111,6 @@ def test_invalid_parameters_are_rejected(arguments: dict[str, object], words: st
         build_setting(**arguments)  # type: ignore[arg-type]
 
 
-def test_attention_names_round_trip() -> None:
-    for name in ("exp", "lin", "poly:1", "poly:17"):
-        assert parse_attention(name).name == name
+def test_names_of_attention() -> None:
+    names = ("exp", "lin", "poly:1", "poly:17")
+    assert [parse_attention(name) for name in names] == [EXP, LIN, ScoreMap("poly", 1), ScoreMap("poly", 17)]

@@ -206,8 +206,8 @@ def layer(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, heads: int = 1
     return X + heads * attention(ar, X, Q, K, V, beta)
 
 
-def depth(ar: Arithmetic, X: Value, weights: "tuple[Any, Any, Any]", layers: int, heads: int, beta: Value = 1) -> Value:
+def depth(ar: Arithmetic, X: Value, weights: "tuple[Any, Any, Any]", layers: int, heads: int) -> Value:
     """X_ℓ, the output of ℓ equal layers with equal heads."""
     for _ in range(layers):
-        X = layer(ar, X, *weights, heads=heads, beta=beta)
+        X = layer(ar, X, *weights, heads=heads)
     return X

@@ -320,13 +320,13 @@ def drawing(shapes: Mapping[str, str]) -> Callable[[Random, Size], Instance]:
     return draw
 
 
-def corners(shapes: Mapping[str, str], most: int = 1000) -> Callable[[Size], Iterator[Instance]]:
-    """Return a function that lists all instances with entries 0, 1 and −1, if there are at most `most` of them."""
+def corners(shapes: Mapping[str, str]) -> Callable[[Size], Iterator[Instance]]:
+    """Return a function that lists all instances with entries 0, 1 and −1, if there are at most 1000 of them."""
 
     def starts(size: Size) -> Iterator[Instance]:
         lengths = {name: tuple(size[axis] for axis in shape.split()) for name, shape in shapes.items()}
         total = sum(math.prod(shape) for shape in lengths.values())
-        if 3**total > most:
+        if 3**total > 1000:
             return
         for entries in itertools.product((0.0, 1.0, -1.0), repeat=total):
             instance, rest = {}, np.array(entries)

@@ -255,14 +255,14 @@ _AHEAD = 8
 """The number of further k that are tried after the first success."""
 
 
-def least_width_factor(event: NetworkEvent, cases: Sequence[Case], most: int = 64) -> int | None:
+def least_width_factor(event: NetworkEvent, cases: Sequence[Case]) -> int | None:
     """Return the least integer C such that m = ⌈C log(n/δ)⌉ gives Pr[F > 0] ≥ 1 − δ/n in all cases and for all n."""
     log_zero = [
         (k * k, math.log1p(-positive_probability(case.build(k), event.dataset, parse_attention(event.kind))))
         for case in cases
         for k in CLASS_COUNTS
     ]
-    for factor in range(1, most + 1):
+    for factor in range(1, 65):
         if all(q * width(n, factor) <= math.log(allowed_failure(event, n)) for n, q in log_zero):
             return factor
     return None

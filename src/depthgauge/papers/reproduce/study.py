@@ -242,7 +242,9 @@ def _check_files(study: Study, out: Path, overwrite: bool) -> None:
 
 
 def _settings_text(study: Study) -> str:
-    return json.dumps(describe(study), indent=2, ensure_ascii=False) + "\n"
+    """Return the settings of a figure, everything needed to compute it again, as JSON."""
+    head = {"schema": SCHEMA, "version": __version__, "figure": study.id, "title": study.title, "seed": study.seed}
+    return json.dumps(head | study.settings(), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_figure(study: Study, out: str | Path, where: Computing) -> Reproduction:
@@ -271,9 +273,3 @@ def reproduce_all(
         study = find_study(figure, models, seed, options.get("quick", False))
         _check_files(study, Path(out), options.get("overwrite", False))
     return [reproduce(figure, out, models, seed, **options) for figure in wanted]
-
-
-def describe(study: Study) -> dict[str, Any]:
-    """Return the settings of a figure: everything needed to compute it again."""
-    head = {"schema": SCHEMA, "version": __version__, "figure": study.id, "title": study.title, "seed": study.seed}
-    return head | study.settings()

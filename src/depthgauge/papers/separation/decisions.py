@@ -448,15 +448,12 @@ def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) 
             clear = np.abs(margin) > _ROUNDING * size
         positive |= clear & (margin > 0)
         for index in np.argwhere(~clear & ~positive):
-            excess = row.excess(_signs(index.tolist(), others), setting.threshold)
+            y_first, y_last, y_own, p = index.tolist()
+            signs_at = Signs(2 * y_first - 1, 2 * y_own - 1, 2 * p - others, 1 if p > 0 else -1, 2 * y_last - 1)
+            excess = row.excess(signs_at, setting.threshold)
             positive[tuple(index)] = sign_of_sum(kind, setting.n, excess) > 0
     positive.setflags(write=False)
     return positive
-
-
-def _signs(index: list[int], others: int) -> Signs:
-    first, last, own, plus = index
-    return Signs(2 * first - 1, 2 * own - 1, 2 * plus - others, 1 if plus > 0 else -1, 2 * last - 1)
 
 
 def _rounded(row: OutputRow, kind: ScoreMap, n: int) -> Float[np.ndarray, " 5"]:

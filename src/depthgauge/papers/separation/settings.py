@@ -30,11 +30,6 @@ class ScoreMap:
     family: Literal["exp", "lin", "poly"]
     degree: int = 0
 
-    @property
-    def name(self) -> str:
-        """The name on the command line."""
-        return f"poly:{self.degree}" if self.family == "poly" else self.family
-
 
 EXP = ScoreMap("exp")
 LIN = ScoreMap("lin")

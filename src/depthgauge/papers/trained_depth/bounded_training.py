@@ -52,6 +52,8 @@ CHUNK = 32
 """Training data are drawn for this many steps at once."""
 _WEIGHTS, _DATA, _TEST = 1, 2, 3
 """Uses of random numbers; each has its own stream."""
+_BETAS, _EPSILON = (0.9, 0.98), 1e-8
+"""β₁, β₂ and ε of AdamW."""
 FORMAT = 1
 
 
@@ -207,20 +209,20 @@ class BatchedAdamW:
     no state that can be saved, and torch's AdamW cannot take a tensor of rates per parameter.
     """
 
-    def __init__(self, weights: Weights, betas: tuple[float, float] = (0.9, 0.98), epsilon: float = 1e-8) -> None:
-        self.betas, self.epsilon, self.steps = betas, epsilon, 0
+    def __init__(self, weights: Weights) -> None:
+        self.steps = 0
         self.first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     def step(self, weights: Weights, gradients: Weights, rates: Weights, decay: float) -> None:
         """Move the weights: w ← w − r·(m̂/(√v̂ + ε) + λw)."""
         self.steps += 1
-        one, two = self.betas
+        one, two = _BETAS
         for name, gradient in gradients.items():
             first, second, weight = self.first[name], self.second[name], weights[name]
             first.mul_(one).add_(gradient, alpha=1 - one)
             second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
-            size = (second / (1 - two**self.steps)).sqrt_().add_(self.epsilon)
+            size = (second / (1 - two**self.steps)).sqrt_().add_(_EPSILON)
             move = (first / (1 - one**self.steps)).div_(size)
             if decay:
                 move.add_(weight, alpha=decay)

@@ -146,16 +146,15 @@ def _state_bound(comparison: Comparison, readout: Float[Tensor, "d classes"]) ->
     return least_bound([_bound("parallel", *readout_changes(proof.value, readout))])
 
 
-def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBound | None:
+def box_output_bound(model: BoundedModel) -> OutputBound | None:
     """Prove the same for all inputs with entries up to the largest one of the model's inputs, of any length.
 
     Every closed form that applies is tried with its heads bounded one by one. The joint bound is many times sharper and
-    many times slower. It is computed for the sharpest closed form, where it can decide whether δ ≤ `decisive`: not
+    many times slower. It is computed for the sharpest closed form, where it can decide whether δ ≤ `DECISIVE`: not
     where δ is below that already, and not where δ is above `HOPELESS` times that. The least δ is returned.
 
     Args:
         model: The model; not causal, without MLP and LayerNorm.
-        decisive: The δ of interest; by default that of a change of 0.01 in probability.
 
     Returns:
         The bound, or None if no finite bound was found or no closed form applies.
@@ -176,7 +175,7 @@ def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> Outp
 
     plain = BoxBounds(Expansion(network), radius, joint=False)
     best = min((prove(method, plain) for method in methods), key=lambda bound: bound.margin)
-    if network.skip and decisive < best.margin <= HOPELESS * decisive:
+    if network.skip and DECISIVE < best.margin <= HOPELESS * DECISIVE:
         best = min(best, prove(methods[0], None), key=lambda bound: bound.margin)
     return least_bound([best])
 
