@@ -418,17 +418,20 @@ class SurrogateErrors(GridStudy):
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
 
-        def means(name: str, method: str) -> list[float]:
-            found = (self.where(results, method=method, eta=eta) for eta in self.ETAS)
-            return [geometric_mean([row[name] for row in rows]) for rows in found]
-
-        bands = {}
-        for method in self.ORDER:
-            lower = means("lower", method)
-            bands[method] = lower, means("upper", method), fitted_slope(self.ETAS, lower, self.FIT)
         last = [self.where(results, method="last-layer", eta=eta) for eta in self.ETAS]
+        printed = [geometric_mean([row["printed"] for row in rows]) for rows in last]
         applies = [all(row["printed_applies"] for row in rows) for rows in last]
-        return draw_orders(self.ETAS, bands, "last-layer", means("printed", "last-layer"), applies)
+        return draw_orders(self.ETAS, error_bands(self, results), "last-layer", printed, applies)
+
+
+def error_bands(study: "SurrogateErrors | CausalErrors", results: Results) -> Bands:
+    """Return the band of every method, and the slope of its lower edge."""
+    bands = {}
+    for method in study.ORDER:
+        at = [study.where(results, method=method, eta=eta) for eta in study.ETAS]
+        lower, upper = ([geometric_mean([row[name] for row in rows]) for rows in at] for name in ("lower", "upper"))
+        bands[method] = lower, upper, fitted_slope(study.ETAS, lower, SurrogateErrors.FIT)
+    return bands
 
 
 class CausalErrors(GridStudy):
@@ -456,15 +459,10 @@ class CausalErrors(GridStudy):
 
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        bands = {}
-        for method in self.ORDER:
-            at = [self.where(results, method=method, eta=eta) for eta in self.ETAS]
-            lower, upper = ([geometric_mean([row[name] for row in rows]) for rows in at] for name in ("lower", "upper"))
-            bands[method] = lower, upper, fitted_slope(self.ETAS, lower, SurrogateErrors.FIT)
         with figure_style():
             figure = Figure(figsize=(5.0, 4.0), layout="constrained")
             axes = figure.subplots()
-            _draw_bands(axes, self.ETAS, bands)
+            _draw_bands(axes, self.ETAS, error_bands(self, results))
             _eta_axis(axes, self.ETAS)
             handles = [Patch(facecolor=FAINT, alpha=0.35, label="lower bound to certificate")]
             figure.legend(handles=handles, loc="outside lower center")

@@ -115,6 +115,28 @@ class TrainedStudy(GridStudy):
             last = eta
         return last
 
+    def panel(
+        self,
+        results: Results,
+        title: str,
+        etas: Sequence[float],
+        kinds: Sequence[tuple[str, int, dict[str, int]]],
+        proved_at: Mapping[str, int],
+        **at: Any,
+    ) -> TaskPanel:
+        """Return the accuracies of the models `at` some parameters.
+
+        Each of `kinds` is a curve: its label, the index of its colour, and further parameters. `proved_at` are those of
+        the models for which it is shown what is proved.
+        """
+        curves: list[EtaCurve] = []
+        for label, order, own in kinds:
+            spread = self.curve(results, "accuracy", etas, **at, **own)
+            free = self._values(results, "accuracy", eta=UNBOUNDED, **at, **own)
+            curves.append((label, spread, median(free) if free else None, order, not free and own["layers"] == 1))
+        (chance,) = {row["chance"] for row in self.where(results, **at)}
+        return title, curves, chance, self.proved(results, etas, **at, **proved_at)
+
     def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
         rows = self.where(results, **parameters)
         return [value for row in rows for value in row[name] if value is not None]
@@ -151,21 +173,13 @@ class DepthPays(TrainedStudy):
 
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        panels = [self._panel(results, problem) for problem in self.plan.problems]
+        plan, width = self.plan, int(self.plan.shape["heads"])
+        kinds = [(f"L = {layers}", k, {"layers": layers, "heads": width}) for k, layers in enumerate(plan.layers)]
+        kinds.append((f"L = 1, {plan.wide} heads", len(plan.layers), {"layers": 1, "heads": plan.wide}))
+        deepest = {"layers": plan.deepest}
+        panels = [self.panel(results, _NAMES[name], plan.etas, kinds, deepest, problem=name) for name in plan.problems]
         half = 3 if len(panels) > 4 else len(panels)
-        rows = [panels[i : i + half] for i in range(0, len(panels), half)]
-        return draw_accuracy(self.plan.etas, rows)
-
-    def _panel(self, results: Results, problem: str) -> TaskPanel:
-        plan, curves = self.plan, []
-        kinds = [(f"L = {layers}", layers, int(plan.shape["heads"])) for layers in plan.layers]
-        kinds.append((f"L = 1, {plan.wide} heads", 1, plan.wide))
-        for order, (label, layers, width) in enumerate(kinds):
-            at = {"problem": problem, "layers": layers, "heads": width}
-            free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
-            curves.append((label, self.curve(results, "accuracy", plan.etas, **at), free, order, False))
-        (chance,) = {row["chance"] for row in self.where(results, problem=problem)}
-        return _NAMES[problem], curves, chance, self.proved(results, plan.etas, problem=problem, layers=plan.deepest)
+        return draw_accuracy(plan.etas, [panels[i : i + half] for i in range(0, len(panels), half)])
 
 
 class TrainedDepths(TrainedStudy):
@@ -229,22 +243,13 @@ class SkipOrNorm(TrainedStudy):
 
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        plan = self.plan
+        plan, deepest = self.plan, {"layers": self.plan.contrast_layers}
+        curves = [("L = 1", 0, {"layers": 1}), (f"L = {plan.contrast_layers}", 2, deepest)]
 
         def panel(problem: str, skip: bool, norm: str) -> TaskPanel:
-            at = {"problem": problem, "skip": skip, "norm": norm}
-            curves = []
-            for order, layers in ((0, 1), (2, plan.contrast_layers)):
-                found = self.curve(results, "accuracy", plan.few, layers=layers, **at)
-                curves.append((f"L = {layers}", found, None, order, layers == 1))
-            (chance,) = {found["chance"] for found in self.where(results, **at)}
             kind = f"{'skip' if skip else 'no skip'}, {'LayerNorm' if norm == 'pre' else 'no LayerNorm'}"
-            return (
-                f"{_NAMES[problem]}\n{kind}",
-                curves,
-                chance,
-                self.proved(results, plan.few, layers=plan.contrast_layers, **at),
-            )
+            title, at = f"{_NAMES[problem]}\n{kind}", {"problem": problem, "skip": skip, "norm": norm}
+            return self.panel(results, title, plan.few, curves, deepest, **at)
 
         kinds = ((True, "none"), (False, "none"), (True, "pre"), (False, "pre"))
         return draw_accuracy(plan.few, [[panel(problem, *kind) for kind in kinds] for problem in plan.contrasted])
@@ -270,18 +275,9 @@ class CausalBlocks(TrainedStudy):
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure: one panel for each task."""
         plan = self.plan
-
-        def panel(problem: str) -> TaskPanel:
-            curves = []
-            for order, layers in enumerate(plan.decoder_layers, start=1):
-                at = {"problem": problem, "layers": layers}
-                free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
-                found = self.curve(results, "accuracy", plan.etas, **at)
-                curves.append((f"{layers} blocks", found, free, order, False))
-            (chance,) = {found["chance"] for found in self.where(results, problem=problem)}
-            return _NAMES[problem], curves, chance, self.proved(results, plan.etas, problem=problem)
-
-        return draw_accuracy(plan.etas, [[panel(problem) for problem in plan.decoded]])
+        kinds = [(f"{layers} blocks", k, {"layers": layers}) for k, layers in enumerate(plan.decoder_layers, start=1)]
+        panels = [self.panel(results, _NAMES[name], plan.etas, kinds, {}, problem=name) for name in plan.decoded]
+        return draw_accuracy(plan.etas, [panels])
 
 
 def _figure(columns: int, height: float) -> Figure:
