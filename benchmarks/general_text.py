@@ -33,7 +33,7 @@ from depthgauge.checkpoints.tasks.language import measure_start, ordinary_tokens
 from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.recovery.recover_model import Recovery, trained_weights
 from depthgauge.recovery.training_data import RecoveryData, training_data
-from depthgauge.results.recover_options import amount_of
+from depthgauge.results.recover_record import amount_of
 from depthgauge.surgery.extract import extract
 
 WINDOW, MEASURED = 512, 64
