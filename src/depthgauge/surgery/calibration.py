@@ -260,23 +260,23 @@ def distinct_windows(
         InputError: A text is too short; the message gives the longest window that would work.
     """
     spare, seed = request.spare, request.seed
-    found = [
+    tokenized = [
         _read(tokenizer, text, count, length, seed, seen, spare) for text, count in zip(texts, needed, strict=True)
     ]
-    fresh = _fresh(found, length, set(seen), spare)
+    fresh = _fresh(tokenized, length, set(seen), spare)
     short = [index for index, (bodies, count) in enumerate(zip(fresh, needed, strict=True)) if len(bodies) < count]
     if short:
-        longest = _longest(found, needed, length, seen, spare)
+        longest = _longest(tokenized, needed, length, seen, spare)
         if longest is None or not may_shorten:
             index = short[0]
-            raise _too_short(found[index], len(fresh[index]), needed[index], length, request.around, longest)
+            raise _too_short(tokenized[index], len(fresh[index]), needed[index], length, request.around, longest)
         length = longest
-    fresh = _fresh(found, length, seen, spare)
+    fresh = _fresh(tokenized, length, seen, spare)
     chosen = [
         bodies[torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))[:count]]
         for bodies, count in zip(fresh, needed, strict=True)
     ]
-    return list(zip(found, chosen, strict=True))
+    return list(zip(tokenized, chosen, strict=True))
 
 
 def _read(
@@ -284,10 +284,10 @@ def _read(
 ) -> TokenizedText:
     """Tokenize a text; if the windows of a large text repeat, read more of it."""
     for factor in _REREADS:
-        found = tokenize_text(tokenizer, text, wanted=factor * needed, length=length, seed=seed)
-        if found.complete or len(drop_repeated(found.bodies(length), set(seen), length - spare)) >= needed:
+        tokenized = tokenize_text(tokenizer, text, wanted=factor * needed, length=length, seed=seed)
+        if tokenized.complete or len(drop_repeated(tokenized.bodies(length), set(seen), length - spare)) >= needed:
             break
-    return found
+    return tokenized
 
 
 def _fresh(texts: Sequence[TokenizedText], length: int, seen: set[bytes], spare: int) -> list[Tensor]:
@@ -435,12 +435,12 @@ def prepare_calibration(
     return Calibration(record, fit, select, certify, tuple(notes))
 
 
-def given_calibration(given: GivenWindows, sizes: CalibrationSizes, tokens: int) -> Calibration:
+def given_calibration(windows: GivenWindows, sizes: CalibrationSizes, tokens: int) -> Calibration:
     """Cut different windows, which are in random order, into three parts; each one becomes `tokens` tokens."""
     rows = sizes.cut(torch.arange(sizes.total))
-    parts = [CalibrationPart(given.inputs[one], torch.zeros(len(one), dtype=torch.long)) for one in rows]
+    parts = [CalibrationPart(windows.inputs[indices], torch.zeros(len(indices), dtype=torch.long)) for indices in rows]
     source = SourceRecord(
-        kind=given.kind, name=given.source, sha256=given.digest,
+        kind=windows.kind, name=windows.source, sha256=windows.digest,
         fit=sizes.fit, select=sizes.select, certify=sizes.certify,
     )  # fmt: skip
     digest = windows_digest(parts)

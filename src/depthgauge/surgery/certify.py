@@ -93,10 +93,10 @@ class Certifier:
         self._guaranteed = kinds[calibration.certify.source]
         size = batch_size(dense.model, calibration.record.window, dense.objective == "loss")
         self._batches = WindowBatches(size if dense.batched else 1)
-        found = self.run(dense.model, "dense model, certify windows")
+        result = self.run(dense.model, "dense model, certify windows")
         if dense.objective != "loss":
-            self.outputs = found
-        self.losses = self.losses_of(found)
+            self.outputs = result
+        self.losses = self.losses_of(result)
 
     @torch.no_grad()
     def run(self, model: Any, label: str = "shrunk model, certify windows") -> Tensor:
@@ -174,14 +174,14 @@ class Certifier:
 
     def _texts(self, losses: Losses) -> tuple[TextRecord, ...]:
         """Return the increase on every source of text, with 95 % intervals."""
-        found = []
+        texts = []
         for index, source in enumerate(self.calibration.record.sources):
             if not source.certify:
                 continue
             chosen = self.calibration.certify.source == index
             before, after = self.losses[chosen], losses[chosen]
             interval = mean_interval((after - before).tolist())
-            found.append(
+            texts.append(
                 TextRecord(
                     kind=source.kind,
                     name=source.name,
@@ -193,7 +193,7 @@ class Certifier:
                     high=interval.high,
                 )
             )
-        return tuple(found)
+        return tuple(texts)
 
 
 def quantile_guarantee(

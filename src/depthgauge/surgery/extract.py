@@ -155,10 +155,10 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
 def _quantization(config: Any) -> str | None:
     """Return the name of the quantization method, or None if the weights were never quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    entry = getattr(config, "quantization_config", None)
+    if entry is None:
         return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else getattr(entry, "quant_method", None)
     return str(getattr(method, "value", method))
 
 
@@ -200,13 +200,14 @@ def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]
                 "first blocks, or other ones"
             )
         for leaf in module._parameters:
-            given = source._parameters[leaf]
-            if given is None:
+            parameter = source._parameters[leaf]
+            if parameter is None:
                 continue
-            if id(given) not in shared:
+            if id(parameter) not in shared:
                 value = _value(source, leaf)
-                shared[id(given)] = nn.Parameter(value.clone() if copies else value, requires_grad=given.requires_grad)
-            module._parameters[leaf] = shared[id(given)]
+                value = value.clone() if copies else value
+                shared[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module._parameters[leaf] = shared[id(parameter)]
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 value = _value(source, leaf)
@@ -257,8 +258,8 @@ def _keep_scales(fresh: Any, config: Any, kept: Sequence[int]) -> None:
     for new, (old, block) in enumerate(zip(kept, find_blocks(fresh, len(kept)), strict=True)):
         joint: Any = block.get_submodule("attn.c_attn")
         factor, width = (new + 1) / (old + 1), config.hidden_size
-        for one in (joint.weight, joint.bias):
-            one.data = torch.cat([factor * one[..., :width], one[..., width:]], dim=-1)
+        for tensor in (joint.weight, joint.bias):
+            tensor.data = torch.cat([factor * tensor[..., :width], tensor[..., width:]], dim=-1)
 
 
 def _distribute(model: Any, fresh: Any, lists: Sequence[str], places: Mapping[str, str]) -> None:

@@ -57,7 +57,7 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     place = {"device_map": "auto"} if request["device"] == "auto" else {}
     if request["dtype"] is not None:
         place["dtype"] = request["dtype"]
-    model, found = loader.from_pretrained(request["out"], local_files_only=True, output_loading_info=True, **place)
+    model, loading = loader.from_pretrained(request["out"], local_files_only=True, output_loading_info=True, **place)
     if "device_map" not in place:
         model.to(request["device"])
     model.eval()
@@ -65,8 +65,8 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     result: dict[str, Any] = {
         "layers": [getattr(model.config, key) for key in request["layer_keys"]],
         "class": type(model).__name__,
-        "missing": sorted(found["missing_keys"]),
-        "unexpected": sorted(found["unexpected_keys"]),
+        "missing": sorted(loading["missing_keys"]),
+        "unexpected": sorted(loading["unexpected_keys"]),
         "digests": digests(model, Path(request["out"])),
         "losses": [],
     }
@@ -130,10 +130,10 @@ def prompt_of(inputs: Mapping[str, Any], length: int | None) -> dict[str, Any]:
     """Return the first window as a prompt: its first `length` tokens, or what the encoder of a model reads."""
     import torch
 
-    found = {name: value[:1, :length] for name, value in inputs.items() if not name.startswith("decoder_")}
-    if "input_ids" in found:
-        found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
-    return found
+    prompt = {name: value[:1, :length] for name, value in inputs.items() if not name.startswith("decoder_")}
+    if "input_ids" in prompt:
+        prompt.setdefault("attention_mask", torch.ones_like(prompt["input_ids"]))
+    return prompt
 
 
 def generations(model: Any, prompt: Mapping[str, Any], new_tokens: int) -> dict[str, Any]:
@@ -154,13 +154,15 @@ def generations(model: Any, prompt: Mapping[str, Any], new_tokens: int) -> dict[
     start = next((one for one in starts if one is not None), 0)
     # greedy, without penalties and stops
     model.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=start)
-    given = {name: value.to(model.device) for name, value in prompt.items()}
-    given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in given.items()}
+    arguments = {
+        name: value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
+        for name, value in prompt.items()
+    }
     runs = []
     for use_cache in (True, False):
         # Not `model.generate`: that of Whisper divides a recording and needs the ids of its special tokens.
         made = transformers.GenerationMixin.generate(
-            model, **given, do_sample=False, max_new_tokens=new_tokens, use_cache=use_cache,
+            model, **arguments, do_sample=False, max_new_tokens=new_tokens, use_cache=use_cache,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         tokens = made.sequences[0, -len(made.logits) :].tolist()
@@ -189,8 +191,8 @@ def run_llama(exchange: Path, paths: list[str]) -> None:
     sys.path[:] = paths
     sys.meta_path.insert(0, WithoutDepthgauge())
     request = json.loads((exchange / "request.json").read_text("utf-8"))
-    found = likely_tokens(request) if "prompts" in request else times(request)
-    (exchange / "result.json").write_text(json.dumps(found), "utf-8")
+    result = likely_tokens(request) if "prompts" in request else times(request)
+    (exchange / "result.json").write_text(json.dumps(result), "utf-8")
 
 
 def llama_server(request: dict[str, Any], path: str, cache: str) -> Any:
@@ -208,7 +210,7 @@ def llama_server(request: dict[str, Any], path: str, cache: str) -> Any:
 
 def likely_tokens(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the most likely next tokens of every prompt."""
-    server, found = llama_server(request, request["path"], "F32"), []
+    server, answers = llama_server(request, request["path"], "F32"), []
     for prompt in request["prompts"]:
         answer = server.handle_completions(
             {"prompt": prompt, "n_predict": 1, "n_probs": request["likely"], "temperature": 0, "cache_prompt": True}
@@ -216,8 +218,8 @@ def likely_tokens(request: dict[str, Any]) -> list[dict[str, Any]]:
         # llama.cpp says nothing about a token that ends the text, or that is a part of a character.
         told = (answer["choices"][0]["logprobs"] or {"content": []})["content"]
         likely = [[one["id"], one["logprob"]] for one in told[0]["top_logprobs"]] if told else []
-        found.append({"likely": likely, "prompt_tokens": answer["usage"]["prompt_tokens"]})
-    return found
+        answers.append({"likely": likely, "prompt_tokens": answer["usage"]["prompt_tokens"]})
+    return answers
 
 
 def times(request: dict[str, Any]) -> dict[str, Any]:

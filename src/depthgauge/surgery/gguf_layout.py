@@ -107,12 +107,12 @@ class GgufLayout:
         """
         total, blocks = 0, [0] * self.layers
         for name, tensor in self.tensors.items():
-            found = int(tensor.n_bytes)
+            taken = int(tensor.n_bytes)
             if name.startswith("blk."):
                 block, size = gguf().GGML_QUANT_SIZES[self.kind(tensor)]
-                found = max(found, int(tensor.n_elements) // block * size) if repairs else found
-                blocks[int(name.split(".")[1])] += found
-            total += found
+                taken = max(taken, int(tensor.n_elements) // block * size) if repairs else taken
+                blocks[int(name.split(".")[1])] += taken
+            total += taken
         return total, sorted(blocks)
 
 
@@ -283,11 +283,11 @@ def _is_per_layer(key: str, value: Any, kinds: list[Any], layout: GgufLayout) ->
 
 def _implied(layout: GgufLayout, fields: Mapping[str, tuple[Any, list[Any]]], count: int) -> list[bool]:
     """Return which blocks have a sliding window according to the metadata, or to the rule of the architecture."""
-    found = fields.get(f"{layout.architecture}.{_PATTERN}", (PERIODS.get(layout.architecture, 1), []))[0]
+    pattern = fields.get(f"{layout.architecture}.{_PATTERN}", (PERIODS.get(layout.architecture, 1), []))[0]
     return (
-        list(map(bool, found))
-        if isinstance(found, list)
-        else [(index + 1) % max(1, found) > 0 for index in range(count)]
+        list(map(bool, pattern))
+        if isinstance(pattern, list)
+        else [(index + 1) % max(1, pattern) > 0 for index in range(count)]
     )
 
 

@@ -215,18 +215,18 @@ def read_model(
 
 
 def open_model(
-    found: ReadModel, settings: ShrinkOptions, plan: PlanRecord | None, message: Callable[[str], None]
+    model: ReadModel, settings: ShrinkOptions, plan: PlanRecord | None, message: Callable[[str], None]
 ) -> OpenedModel:
     """Load the weights of a model, and decide what of it can be removed and repaired.
 
     `message` is called with sentences such as the BOS decision. A language model that cannot read its text is refused.
     """
-    source, tokenizer, files, stored, read = found.source, found.tokenizer, found.files, found.stored, found.read
-    checkpoint = found.checkpoint
+    source, tokenizer, files, stored, read = model.source, model.tokenizer, model.files, model.stored, model.read
+    checkpoint = model.checkpoint
     if checkpoint is None:
         assert source is not None
         message(f"loading {source.target}")
-        checkpoint = load_model(source, found.config, found.placement)
+        checkpoint = load_model(source, model.config, model.placement)
     require_supported(checkpoint)
     if isinstance(stored, GgufLayout):
         stored = match_weights(stored, checkpoint)
@@ -235,11 +235,11 @@ def open_model(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
             "be repaired; use more devices, or --no-repair"
         )
-    checkpoint = prepared(checkpoint, found.data, settings.stack)
+    checkpoint = prepared(checkpoint, model.data, settings.stack)
     if isinstance(read, CutTexts):
         require_rows(checkpoint, read.ids)
     example = read.example
-    found.data.describe(message)
+    model.data.describe(message)
     if source is None and plan is not None:
         _require_plan_of(plan, checkpoint)
     require_output(checkpoint, example)
@@ -261,7 +261,7 @@ def open_model(
         if planned.candidate is not None and checkpoint.objective == "loss":
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         require_readable(checkpoint, tokenizer, start, read.measured, allows(settings, "unread"), message)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, found.data, read, fixed, notes)
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, model.data, read, fixed, notes)
 
 
 def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -154,11 +154,11 @@ def verify_reload(
     if is_loss and samples.targets is not None:
         windows["targets"] = samples.targets.contiguous()
     with FreshProcess(model) if process is None else nullcontext(process) as fresh:
-        found, outputs = fresh.check(request, windows)
-    _check_structure(out, checkpoint, found)
+        report, outputs = fresh.check(request, windows)
+    _check_structure(out, checkpoint, report)
     tolerance = tolerance_of(model.dtype)
     differences = [
-        _relative(outputs[str(index)], one[positions.to(one.device)].cpu()) for index, one in enumerate(ours)
+        _relative(outputs[str(index)], output[positions.to(output.device)].cpu()) for index, output in enumerate(ours)
     ]
     difference = float(torch.tensor(differences, dtype=torch.float64).max())  # NaN if one of them is
     if not difference <= tolerance:
@@ -166,16 +166,16 @@ def verify_reload(
             f"{out} does not compute what the model in memory computes: the outputs differ by {number(difference)} of "
             f"the largest output, more than {number(tolerance)}"
         )
-    if like is not None and not found.get("cache_difference", 0.0) <= tolerance:
+    if like is not None and not report.get("cache_difference", 0.0) <= tolerance:
         length = lengths["prompt"] if samples.targets is None else None
         prompts = [prompt_of(samples[index:].inputs, length) for index in range(min(PROMPTS, len(samples)))]
         theirs = [generations(like.model, prompt, lengths["new_tokens"])["cache_difference"] for prompt in prompts]
         tolerance = max(tolerance, AS_SOURCE * max(theirs))
     record = ReloadRecord(
-        difference=difference, layers=sum(found["layers"]), generation=_check_cache(out, found, tolerance)
+        difference=difference, layers=sum(report["layers"]), generation=_check_cache(out, report, tolerance)
     )
     if is_loss:
-        return record, torch.tensor(found["losses"], dtype=torch.float64)
+        return record, torch.tensor(report["losses"], dtype=torch.float64)
     made = torch.stack([outputs[str(index)].float() for index in range(len(inputs))])
     return record, made if like is None else pooled(made, like.pooling)
 
@@ -194,23 +194,23 @@ def _generation(checkpoint: Checkpoint, window: int, new_tokens: int) -> dict[st
     return {"prompt": prompt, "new_tokens": new_tokens}
 
 
-def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> None:
+def _check_structure(out: str | Path, checkpoint: Checkpoint, report: dict[str, Any]) -> None:
     """Raise unless the reloaded model has the class, the layers and the tensors of the model in memory."""
     model = checkpoint.model
     for what, here in {"class": type(model).__name__, "layers": list(map(len, checkpoint.spans))}.items():
-        if found[what] != here:
-            raise VerificationError(f"{out} has the wrong {what} after loading: {found[what]} instead of {here}")
+        if report[what] != here:
+            raise VerificationError(f"{out} has the wrong {what} after loading: {report[what]} instead of {here}")
 
     def ignored(name: str) -> bool:  # transformers adds a random pooler to an encoder that has none
         return "pooler" in name and getattr(checkpoint.model.base_model, "pooler", None) is None
 
-    absent = [name for name in found["missing"] if not ignored(name)]
-    if absent or found["unexpected"]:
+    absent = [name for name in report["missing"] if not ignored(name)]
+    if absent or report["unexpected"]:
         raise VerificationError(
             f"{out} does not contain the tensors of its model: {len(absent)} are missing and "
-            f"{len(found['unexpected'])} are not used, such as {(absent + found['unexpected'])[0]}"
+            f"{len(report['unexpected'])} are not used, such as {(absent + report['unexpected'])[0]}"
         )
-    ours, theirs = digests(model), {name: entry for name, entry in found["digests"].items() if not ignored(name)}
+    ours, theirs = digests(model), {name: entry for name, entry in report["digests"].items() if not ignored(name)}
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         mine, other = ours.get(name), theirs.get(name)
         offloaded = mine is not None and other is not None and None in (mine[2], other[2])
@@ -225,11 +225,11 @@ def _relative(reloaded: Tensor, ours: Tensor) -> float:
     return float((reloaded.double() - ours.double()).abs().max() / ours.double().abs().max())
 
 
-def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> str:
+def _check_cache(out: str | Path, report: dict[str, Any], tolerance: float) -> str:
     """Raise unless generation with cache equals generation without; return what was found as a phrase."""
-    if "cached" not in found:
+    if "cached" not in report:
         return "not applicable"
-    difference, gap = found["cache_difference"], found["gap"]
+    difference, gap = report["cache_difference"], report["gap"]
     if not difference <= tolerance or (gap is not None and not gap <= tolerance):
         raise VerificationError(
             f"{out} generates other text with the key–value cache than without it: the logits differ by "
@@ -237,7 +237,7 @@ def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> st
         )
     if gap is None:
         return "equal with and without cache"
-    pairs = zip(found["cached"], found["uncached"], strict=True)
+    pairs = zip(report["cached"], report["uncached"], strict=True)
     step = next(k for k, (a, b) in enumerate(pairs) if a != b)
     return (
         f"generation with and without cache agrees for {counted(step, 'token')}; then two tokens have logits that "
@@ -314,9 +314,9 @@ def compare_with_llama(path: Path, model: Any, window: Int[Tensor, " n"]) -> Lla
         "path": str(path), "prompts": prompts, "likely": LIKELY,
         "context": len(prompt) + new + 8, "threads": torch.get_num_threads(),
     }  # fmt: skip
-    found = _run(request, SECONDS + SECONDS_PER_GB * path.stat().st_size / 1e9)
+    answers = _run(request, SECONDS + SECONDS_PER_GB * path.stat().st_size / 1e9)
     differences, gaps = [], []
-    for asked, answer, row in zip(prompts, found, ours, strict=True):
+    for asked, answer, row in zip(prompts, answers, ours, strict=True):
         if answer["prompt_tokens"] != len(asked):
             raise VerificationError(
                 f"llama.cpp read {answer['prompt_tokens']} instead of {len(asked)} tokens as a prompt of {path}"
@@ -352,28 +352,28 @@ def compare_source(path: Path, model: Any, window: Int[Tensor, " n"]) -> LlamaCo
         InputError: llama.cpp cannot load it, or disagrees with transformers so far that no result could be checked.
     """
     try:
-        found = compare_with_llama(path, model, window)
+        comparison = compare_with_llama(path, model, window)
     except VerificationError as error:
         raise InputError(f"{error}; give a directory as --out") from error
-    if not found.difference <= MOST:
+    if not comparison.difference <= MOST:
         raise InputError(
             f"llama.cpp and transformers do not agree about {path}: the log-probabilities of the next tokens differ by "
-            f"{number(found.difference)} nats; give a directory as --out"
+            f"{number(comparison.difference)} nats; give a directory as --out"
         )
-    return found
+    return comparison
 
 
-def require_same(out: str | Path, found: LlamaComparison, source: LlamaComparison) -> None:
+def require_same(out: str | Path, comparison: LlamaComparison, source: LlamaComparison) -> None:
     """Raise unless llama.cpp computes with the written file what transformers computes with its weights.
 
     `source` is the comparison of the file that `out` was made from, which measures the rounding of llama.cpp.
     """
     allowed = max(LEAST, FACTOR * source.difference)
-    if not (found.difference <= allowed and found.gap <= TIE * allowed):
+    if not (comparison.difference <= allowed and comparison.gap <= TIE * allowed):
         raise VerificationError(
             f"llama.cpp does not compute with {out} what transformers computes with its weights: the log-probabilities "
-            f"of the next tokens differ by {number(found.difference)} nats, and {number(allowed)} are allowed; the "
-            f"source differs by {number(source.difference)}"
+            f"of the next tokens differ by {number(comparison.difference)} nats, and {number(allowed)} are allowed; "
+            f"the source differs by {number(source.difference)}"
         )
 
 
@@ -385,12 +385,12 @@ def llama_speed(before: Path, after: Path, window: Int[Tensor, " n"]) -> SpeedRe
         "seconds": speed.SECONDS, "context": len(window) + NEW_TOKENS, "threads": threads,
     }  # fmt: skip
     try:
-        found = _run(request, SECONDS + SECONDS_PER_GB * size / 1e9)
+        times = _run(request, SECONDS + SECONDS_PER_GB * size / 1e9)
     except VerificationError as error:  # such as too little memory; each of them was run alone
         return SpeedRecord(prefill=None, decode=None, what=f"not measured: {error}")
-    prefill, decode = (PairedTimes(*found[part]) for part in ("prefill", "decode"))
+    prefill, decode = (PairedTimes(*times[part]) for part in ("prefill", "decode"))
     place = f"in llama.cpp with {counted(threads, 'thread')}"
-    return speed.speed_record(counted(found["tokens"], "token"), prefill, decode, place)
+    return speed.speed_record(counted(times["tokens"], "token"), prefill, decode, place)
 
 
 def _run(request: dict[str, Any], limit: float) -> Any:

@@ -318,10 +318,10 @@ def checked_gguf(
         window = as_samples(certifier.inputs).main[0]
         certifier.progress(0, 1, "the result in llama.cpp")
         with durations("check in llama.cpp"):
-            found = compare_with_llama(path, model, window)
-        require_same(out, found, source)
+            comparison = compare_with_llama(path, model, window)
+        require_same(out, comparison, source)
         reload = ReloadRecord(
-            difference=found.difference, layers=len(kept), generation=found.sentence, program=LLAMA,
+            difference=comparison.difference, layers=len(kept), generation=comparison.sentence, program=LLAMA,
             source_difference=source.difference,
         )  # fmt: skip
         certifier.progress(0, 1, "speed of both files")
