@@ -97,7 +97,7 @@ def test_other_models_are_refused_without_advice_about_options_that_evaluate_lac
     {"vit": save_vision, "bart": save_paired}[name](folder / name, name)
     code, _, err = typed("evaluate", name, "--perplexity", "text.txt")
     assert code == 2
-    assert f"{name} is a {name} model; evaluate needs a causal language model" in err
+    assert f"{name} is a {name} model; this command needs a causal language model" in err
     assert "--images" not in err
     assert "--pairs" not in err
 

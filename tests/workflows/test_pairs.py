@@ -383,6 +383,8 @@ def test_too_few_pairs_and_too_many_blocks(place: Path, tmp_path: Path, monkeypa
         match="has 20 different pairs, and 376 are needed; give more pairs, or use --effort quick, which needs 132",
     ):
         dg.shrink(place / "t5", text=few, remove=1, device="cpu")
-    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(
+        "depthgauge.checkpoints.weights.described.load_model", lambda *_: pytest.fail("the weights were loaded")
+    )
     with pytest.raises(InputError, match="remove must be from 1 to 2 blocks, got 3"):
         dg.shrink(place / "bart", text=place / "pairs.jsonl", remove=3, effort="quick", device="cpu")

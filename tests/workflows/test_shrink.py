@@ -328,7 +328,9 @@ def test_numbers_of_blocks_are_checked_before_the_weights(
 ) -> None:
     """No text is needed for this either, which would be sampled from the model."""
     changes, words = TOO_MANY[case]
-    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(
+        "depthgauge.checkpoints.weights.described.load_model", lambda *_: pytest.fail("the weights were loaded")
+    )
     with pytest.raises(InputError, match=words):
         quick(llama, None, **changes)
 

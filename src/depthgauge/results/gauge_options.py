@@ -19,6 +19,8 @@ ABOUT_TEXT = (
     "text", "window", "tokens", "bos", "tokenizer", "weights_only", "sampled", "evaluate", "gguf_type",
 )  # fmt: skip
 """Options of `gauge` and `shrink` that models of other inputs have no use for."""
+ABOUT_FILES = ("dtype", "device", "device_map", "stream", "tokenizer", "gguf_type")
+"""Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 STACKS = ("decoder", "encoder")
 """The stacks of an encoder–decoder model, the default first."""
 BOTH = "both"

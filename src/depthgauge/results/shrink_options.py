@@ -17,11 +17,6 @@ from depthgauge.results.recover_options import AUTO, OFF, amount_of
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
-ABOUT_FILES = (
-    "dtype", "device", "device_map", "stream", "tokenizer", "gguf_type",
-)  # fmt: skip
-"""Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
-
 
 HEAL_IS_GONE = "--heal is gone: give --recover 2M, a number of tokens, or --recover 10min, a time"
 """What those are told who use the former option."""

@@ -22,7 +22,7 @@ from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.inputs.samples import GivenWindows, Inputs, as_samples
+from depthgauge.checkpoints.inputs.samples import Inputs, Windows, as_samples
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.inputs.windows import (
     TokenizedText,
@@ -434,7 +434,7 @@ def prepare_calibration(
     return Calibration(record, fit, select, certify, tuple(notes))
 
 
-def given_calibration(given: GivenWindows, sizes: CalibrationSizes, tokens: int) -> Calibration:
+def given_calibration(given: Windows, sizes: CalibrationSizes, tokens: int) -> Calibration:
     """Cut different windows, which are in random order, into three parts; each one becomes `tokens` tokens."""
     rows = sizes.cut(torch.arange(sizes.total))
     parts = [CalibrationPart(given.inputs[one], torch.zeros(len(one), dtype=torch.long)) for one in rows]

@@ -9,14 +9,11 @@ from depthgauge.base.errors import InputError, OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import find_text, input_paths, split_field
-from depthgauge.checkpoints.source.hub import resolve
-from depthgauge.checkpoints.source.model_files import require_streamable
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.write import check_page, page_text
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
 from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.gauge_options import CHECKPOINTS, allows
-from depthgauge.workflows.target import resolve_target
+from depthgauge.workflows.target import require_checkpoint, resolved
 
 
 def evaluate(
@@ -69,11 +66,7 @@ def evaluate(
         find_text(settings.text)
     for name in settings.task_names:
         task_folders(name)
-    pickled, code, sources = allows(settings, "pickle"), allows(settings, "code"), {}
-    for path in paths:
-        sources[path] = resolve(path, pickled, settings.tokenizer, message, code)
-        if settings.stream:
-            require_streamable(sources[path], settings)
+    sources = {path: resolved(path, settings, message) for path in paths}
     from depthgauge.workflows.evaluate_models import evaluate_models  # torch and transformers take seconds
 
     record = evaluate_models(sources, settings, texts, progress, message)
@@ -98,20 +91,8 @@ def _paths(models: Any) -> list[str | Path]:
     for path in given:
         if given.count(path) > 1:
             raise InputError(f"models has {path} twice; give every model once")
-    return [_require_checkpoint(path) for path in given]
-
-
-def _require_checkpoint(path: str | Path) -> str | Path:
-    """Return the path or the name on the hub; raise if it is something else. Nothing is downloaded."""
-    target = resolve_target(path)
-    if target.kind != CHECKPOINTS or (target.path is not None and not target.path.exists()):
-        if not os.path.exists(path):
-            raise InputError(f"cannot read {path}: no such file or directory")
-        raise InputError(
-            f"{path} is not a checkpoint; evaluate expects a directory of a transformers model, a GGUF file or a name "
-            "on the hub"
-        )
-    return path
+        require_checkpoint(path, "evaluate")
+    return list(given)
 
 
 def _split_name(given: str) -> tuple[str, str]:

@@ -16,8 +16,7 @@ from depthgauge.base.format import counted
 from depthgauge.base.journal import RECORD
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.source.library import CheckpointError, transformers
-from depthgauge.checkpoints.source.model_class import loader_of
+from depthgauge.checkpoints.source.library import transformers
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.tasks.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.tasks.known_tasks import ClozeText, cloze_items, lm_eval
@@ -29,7 +28,8 @@ from depthgauge.checkpoints.tasks.language import (
     text_windows,
     window_losses,
 )
-from depthgauge.checkpoints.weights.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.weights.described import describe, opened
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
 from depthgauge.results.evaluate_verdicts import AS_FIRST, difference_text
@@ -49,22 +49,19 @@ def evaluate_models(
 
     `sources` has the models by their names in the result, and `texts` the names and files for the perplexity.
     """
-    started, placement = time.perf_counter(), Placement.of(settings)
-    work = prepare_evaluation(settings, message, texts)
-    configs = [_language_model(source, placement) for source in sources.values()]
-    tokenizers = [load_tokenizer(source, placement) for source in sources.values()]
-    planned = [plan_start(settings.bos, *pair) for pair in zip(sources.values(), tokenizers, strict=True)]
-    for tokenizer, config, start in zip(tokenizers, configs, planned, strict=True):
+    started, work = time.perf_counter(), prepare_evaluation(settings, message, texts)
+    models = {path: describe(None, source, settings, message=message) for path, source in sources.items()}
+    planned = {path: plan_start(settings.bos, model.source, model.reader) for path, model in models.items()}
+    for path, model in models.items():
         for _, text in work.texts:
-            text_windows(tokenizer, text, settings.window, config, start)  # raises if a text is too short
+            text_windows(model.reader, text, settings.window, model.config, planned[path])  # raises if it is too short
     found: list[ModelAnswers] = []
-    for (path, source), config, tokenizer, plan in zip(sources.items(), configs, tokenizers, planned, strict=True):
-        message(f"loading {path}")
-        checkpoint = load_model(source, config, fitted(source, config, placement, message))
-        start = _decided_start(plan, checkpoint, tokenizer, found[0].start if found else None)
+    for path, model in models.items():
+        checkpoint = opened(model, message)
+        start = _decided_start(planned[path], checkpoint, model.reader, found[0].start if found else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-        found.append(measure_model(work, checkpoint, tokenizer, str(path), start, progress, message))
+        found.append(measure_model(work, checkpoint, model.reader, str(path), start, progress, message))
         del checkpoint  # before the next one is loaded
         gc.collect()
         if torch.cuda.is_available():
@@ -274,14 +271,6 @@ def _notes_about(path: str | Path, work: PreparedEvaluation) -> list[str]:
         return calibration_notes(str(path), check_shrink(document, str(written)).plan.calibration, work)
     except ResultError as error:
         return [f"what {path} was made with is not known: {error}"]
-
-
-def _language_model(source: Source, placement: Placement) -> Any:
-    """Load the configuration of a causal language model; refuse other models."""
-    config = load_config(source, placement, None)  # whose advice is about options that `evaluate` does not have
-    if loader_of(config)[1] != "loss" or getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{source.target} is a {config.model_type} model; evaluate needs a causal language model")
-    return config
 
 
 def _decided_start(start: Start, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:

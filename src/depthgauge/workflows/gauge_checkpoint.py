@@ -29,66 +29,38 @@ from depthgauge.checkpoints.blocks.what_if import (
 )
 from depthgauge.checkpoints.blocks.window_observer import observe_blocks, observe_window
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import GivenWindows, Inputs, Samples, as_samples, read_data
-from depthgauge.checkpoints.inputs.windows import Windows, read_windows
+from depthgauge.checkpoints.inputs.samples import Inputs, Samples, Windows, as_samples, read_data
+from depthgauge.checkpoints.inputs.windows import read_windows
 from depthgauge.checkpoints.source.library import CheckpointError
-from depthgauge.checkpoints.source.model_class import (
-    context_length,
-    loader_of,
-    longest_window,
-    pooling_notes,
-)
+from depthgauge.checkpoints.source.model_class import context_length, longest_window, pooling_notes
 from depthgauge.checkpoints.source.model_files import weight_files
 from depthgauge.checkpoints.tasks.language import Start, plan_start, started_windows
+from depthgauge.checkpoints.weights.described import Described, describe, opened
 from depthgauge.checkpoints.weights.families import family_of
-from depthgauge.checkpoints.weights.load import (
-    Checkpoint,
-    Placement,
-    fitted,
-    load_config,
-    load_model,
-    load_reader,
-    prepared,
-    refuse_infinite,
-    require_kind,
-    wrap,
-)
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.checkpoints.weights.stored_weights import weights_digest
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
 from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings, allows
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
-from depthgauge.surgery.open_model import describe_model
 from depthgauge.workflows.checkpoint_record import subject_record
 from depthgauge.workflows.gauge_request import GaugeRequest
 from depthgauge.workflows.needed_room import room_of
 
 
 @dataclass(frozen=True, eq=False)
-class DescribedModel:
-    """A model before its weights are loaded, and what it will read.
+class GaugeInputs:
+    """A model before its weights are loaded, and what it will be measured on.
 
-    - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
-    - `placement`: how it is loaded
+    - `model`: the model without its weights
     - `windows`: the windows of a text, without special tokens, or other inputs; None if the weights alone are gauged
     - `start`: the special tokens around the windows of a text
     """
 
-    config: Any
-    tokenizer: Any
-    placement: Placement
-    windows: Windows | GivenWindows | None
-    start: Start | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class OpenedInputs:
-    """A loaded model and the inputs that it is measured on; `text` describes them. Both are None for weights alone."""
-
-    checkpoint: Checkpoint
-    inputs: Inputs | None = None
-    text: TextWindows | None = None
+    model: Described
+    windows: Windows | None
+    start: Start | None
 
 
 def gauge_checkpoint(
@@ -104,41 +76,36 @@ def gauge_checkpoint(
     Returns:
         The options with their defaults filled in, and the subject.
     """
-    described = describe(request, tokenizer, message)
-    settings, model = _settings(request, described), request.target.model
-    _begin(request, described, settings, journal)
+    model = request.target.model
     with nullcontext() if model is None else undisturbed(model):
-        return settings, _measured(request, _opened(request, described, message), journal, progress, message)
+        inputs = read_inputs(request, tokenizer, message)
+        settings = _settings(request, inputs.windows)
+        _begin(request, inputs.windows, settings, journal)
+        return settings, _measured(request, inputs, journal, progress, message)
 
 
-def describe(request: GaugeRequest, tokenizer: Any, message: Callable[[str], None]) -> DescribedModel:
-    """Read the configuration and the inputs, and cut a text into windows; no weights are needed."""
-    target, asked, source, data = request.target, request.asked, request.source, request.data
-    placement, seed = Placement.of(asked), asked.seed or 0
-    if source is None:
-        config = target.model.config
-        require_kind(type(target.model), config, str(target.name), data)
-    else:
-        config = load_config(source, placement, data)
-    if not asked.weights_only:
-        hint = ", or weights_only=True" if data.kind is TEXT else ""
-        tokenizer = load_reader(source, placement, data.kind, tokenizer, hint)
-    windows: Windows | GivenWindows | None = None
-    start = None
+def read_inputs(request: GaugeRequest, tokenizer: Any, message: Callable[[str], None]) -> GaugeInputs:
+    """Describe the model, and cut a text into windows; no weights are needed."""
+    asked, source, data = request.asked, request.source, request.data
+    described = describe(
+        request.target.model, source, request.given, data, tokenizer, message, has_reader=not asked.weights_only
+    )
+    config, reader, seed = described.config, described.reader, asked.seed or 0
+    windows, start, tokens = None, None, 0
     if data.kind is not TEXT:
-        windows = read_data(data, tokenizer, config, wanted=asked.samples or SAMPLES, seed=seed, window=asked.window)
+        windows = read_data(data, reader, config, wanted=asked.samples or SAMPLES, seed=seed, window=asked.window)
     elif asked.weights_only:
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
-                f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
+                f"--weights-only cannot be used for {request.target.name}: depthgauge does not know where a "
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
         assert asked.tokens is not None
         assert asked.bos is not None
-        start = plan_start(asked.bos, source, tokenizer)
+        start = plan_start(asked.bos, source, reader)
         windows = read_windows(
-            tokenizer,
+            reader,
             data.texts[0] if data.texts else None,
             tokens=asked.tokens,
             window=asked.window,
@@ -146,22 +113,22 @@ def describe(request: GaugeRequest, tokenizer: Any, message: Callable[[str], Non
             seed=seed,
             special=(start.before, start.after),
         )
+        tokens = int(windows.ids.shape[1])
     data.describe(message)
     if source is not None:
-        placement = fitted(source, config, placement, message)
-        whole = describe_model(source, config, *loader_of(config, source), placement)
-        tokens = int(windows.ids.shape[1]) if isinstance(windows, Windows) else 0
-        message(room_of(whole, placement.stream, 1, tokens).sentence(placement.torch_device()))
-    return DescribedModel(config, tokenizer, placement, windows, start)
+        placement = described.placement
+        message(room_of(described.whole, placement.stream, 1, tokens).sentence(placement.torch_device()))
+    return GaugeInputs(described, windows, start)
 
 
-def _settings(request: GaugeRequest, described: DescribedModel) -> GaugeSettings:
+def _settings(request: GaugeRequest, windows: Windows | None) -> GaugeSettings:
     """Return the options with their defaults filled in."""
-    target, asked, source, windows = request.target, request.asked, request.source, described.windows
+    target, asked, source = request.target, request.asked, request.source
+    is_text = windows is not None and request.data.kind is TEXT
     filled = {
-        "tokens": asked.tokens if isinstance(windows, Windows) else None,
-        "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else asked.window,
-        "samples": len(windows.inputs) if isinstance(windows, GivenWindows) else None,
+        "tokens": asked.tokens if is_text else None,
+        "window": int(windows.ids.shape[1]) if windows is not None and is_text else asked.window,
+        "samples": None if windows is None or is_text else len(windows.inputs),
         "seed": asked.seed or 0,
         "what_if": ",".join(request.kinds) or "none",
         "dtype": asked.dtype,
@@ -171,9 +138,9 @@ def _settings(request: GaugeRequest, described: DescribedModel) -> GaugeSettings
     return GaugeSettings(**{**request.given.given(), **filled})
 
 
-def _begin(request: GaugeRequest, described: DescribedModel, settings: GaugeSettings, journal: Journal) -> None:
+def _begin(request: GaugeRequest, windows: Windows | None, settings: GaugeSettings, journal: Journal) -> None:
     """Describe the run in its journal. Names and sizes of the weight files show that a checkpoint was replaced."""
-    source, windows = request.source, described.windows
+    source = request.source
     if source is None:
         files: Any = weights_digest(request.target.model)
     else:
@@ -181,34 +148,21 @@ def _begin(request: GaugeRequest, described: DescribedModel, settings: GaugeSett
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
 
 
-def _opened(request: GaugeRequest, described: DescribedModel, message: Callable[[str], None]) -> OpenedInputs:
-    """Load the weights, and decide how the windows of a text begin."""
-    target, source, asked, windows = request.target, request.source, request.asked, described.windows
-    if source is None:
-        checkpoint = wrap(target.model, str(target.name))
-        refuse_infinite(target.model, checkpoint.name)
-    else:
-        message(f"loading {source.target}")
-        checkpoint = load_model(source, described.config, described.placement)
-    if windows is None:
-        return OpenedInputs(checkpoint)
-    if isinstance(windows, GivenWindows):
-        checkpoint = prepared(checkpoint, request.data, asked.stack)
-        require_output(checkpoint, windows.inputs)
-        return OpenedInputs(checkpoint, windows.inputs, windows.record(tokens_of(checkpoint, windows.inputs)))
-    assert described.start is not None
-    unread = allows(asked, "unread")
-    windows, decided = started_windows(checkpoint, windows, described.start, described.tokenizer, unread, message)
-    return OpenedInputs(checkpoint, windows.ids, windows.record(decided.bos, decided.reason))
-
-
 def _measured(
-    request: GaugeRequest, opened: OpenedInputs, journal: Journal, progress: Step, message: Callable[[str], None]
+    request: GaugeRequest, described: GaugeInputs, journal: Journal, progress: Step, message: Callable[[str], None]
 ) -> CheckpointSubject:
-    """Measure the weights, and what-ifs on every window."""
-    checkpoint, inputs, text, kinds = opened.checkpoint, opened.inputs, opened.text, request.kinds
-    if inputs is None or text is None:
+    """Load the weights, and measure them, and what-ifs on every window."""
+    checkpoint, windows, kinds = opened(described.model, message), described.windows, request.kinds
+    if windows is None:
         return subject_record(checkpoint, *measure_weights(checkpoint, progress))
+    if described.start is None:
+        require_output(checkpoint, windows.inputs)
+        text = windows.record(tokens_of(checkpoint, windows.inputs))
+    else:
+        reader, unread = described.model.reader, allows(request.asked, "unread")
+        windows, start = started_windows(checkpoint, windows, described.start, reader, unread, message)
+        text = windows.record(int(windows.ids.shape[1]), start.bos, start.reason)
+    inputs = windows.inputs
     checkpoint = derived(checkpoint, inputs)
     probed = probe(checkpoint, inputs[:1])
     if probed.attention is not None:

@@ -7,9 +7,7 @@ from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import FoundData, check_files, checked_data, class_in_config
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, chosen_kinds
-from depthgauge.results.shrink_options import ABOUT_FILES
-from depthgauge.workflows.resolved_model import resolved
-from depthgauge.workflows.target import Target
+from depthgauge.workflows.target import Target, resolved
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,9 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
     if target.model is None:
         assert target.name is not None
         path = target.path or target.name
-        source = resolved(path, asked, message)
+        source = resolved(path, asked, message, reads_data=True)
         data = checked_data(options, class_in_config(source))
-        check_files(source, asked, data)
+        check_files(source, data)
     else:
         data = checked_data(options, class_in_config(None, target.model))
-        for name in ABOUT_FILES:
-            if name in options.given():
-                raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
     return GaugeRequest(target, options, asked, () if asked.weights_only else kinds, data, source)

@@ -20,15 +20,8 @@ from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.source.model_files import Source, file_digests
 from depthgauge.checkpoints.tasks.confidence import mean_interval
 from depthgauge.checkpoints.tasks.language import measure_start, plan_start
-from depthgauge.checkpoints.weights.load import (
-    Checkpoint,
-    Placement,
-    load_config,
-    load_model,
-    load_tokenizer,
-    require_rows,
-    wrap,
-)
+from depthgauge.checkpoints.weights.described import describe, opened
+from depthgauge.checkpoints.weights.load import Checkpoint, require_rows, wrap
 from depthgauge.checkpoints.weights.stored_weights import stored_dtype
 from depthgauge.recovery.divergence import require_pair
 from depthgauge.recovery.recover_model import trained_weights
@@ -77,16 +70,14 @@ def run_recovery(
 ) -> tuple[Any, RecoverRecord]:
     """Train the model `small` towards the model `source`; return it, and the record of the run."""
     started = time.perf_counter()
-    placement = Placement.of(settings)
-    configs = [load_config(one, placement) for one in (small, source)]
-    tokenizer = load_tokenizer(source, placement)
-    own = load_tokenizer(small, placement)
+    smaller, larger = (describe(None, one, settings, message=message, may_stream=False) for one in (small, source))
+    own, tokenizer = smaller.reader, larger.reader
     if own.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"{small.target} and {source.target} have different tokenizers, so their predictions cannot be compared; "
             "give the model that the smaller one was made from"
         )
-    context = context_length(configs[1])
+    context = context_length(larger.config)
     request = CalibrationRequest(
         texts,
         CalibrationSizes(max(1, len(texts)), max(SELECT, len(texts)), max(CERTIFY, len(texts))),
@@ -104,8 +95,7 @@ def run_recovery(
             "teacher": file_digests(source),
         }
     )  # fmt: skip
-    message(f"loading {source.target} and {small.target}")
-    teacher, student = load_model(source, configs[1], placement), load_model(small, configs[0], placement)
+    teacher, student = opened(larger, message), opened(smaller, message)
     require_pair(student, teacher)
     require_rows(teacher, cut.ids)
     start = measure_start(request.start, teacher, tokenizer)
@@ -125,7 +115,7 @@ def run_recovery(
 
     found = [*answers(teacher, teacher.name), *answers(student, student.name)]
     made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)
-    stored = stored_dtype(configs[0], small) if small.gguf is None and settings.dtype == "auto" else None
+    stored = stored_dtype(smaller.config, small) if small.gguf is None and settings.dtype == "auto" else None
     model = student.model if stored is None else cast(student.model, stored)
     after = certifier.measure(model, "recovered model")
     found += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)

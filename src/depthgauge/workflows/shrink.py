@@ -19,9 +19,9 @@ from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.write import check_page, sizes_page_text, write_report
 from depthgauge.results.evaluate_options import split_tasks
-from depthgauge.results.gauge_options import CHECKPOINTS
+from depthgauge.results.gauge_options import ABOUT_FILES
 from depthgauge.results.record import take_directory
-from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
+from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.write_model import (
     check_gguf_output,
@@ -32,8 +32,7 @@ from depthgauge.surgery.write_model import (
     record_file,
     remove_unfinished,
 )
-from depthgauge.workflows.resolved_model import resolved
-from depthgauge.workflows.target import is_transformers_model, resolve_target
+from depthgauge.workflows.target import is_transformers_model, require_checkpoint, resolved
 
 if TYPE_CHECKING:
     from depthgauge.surgery.certify import Certifier
@@ -269,22 +268,11 @@ def _find_source(
     """
     if is_transformers_model(model):
         return None
-    if not isinstance(model, str | Path):
-        raise InputError(
-            f"model must be a path or a transformers model, got {type(model).__name__}; load it with AutoModel"
-        )
-    target = resolve_target(model)
-    if target.kind != CHECKPOINTS:
-        if not Path(model).exists():
-            raise InputError(f"cannot read {model}: no such file or directory")
-        raise InputError(
-            f"{model} is not a checkpoint; shrink expects a directory of a transformers model, a .gguf file or a name "
-            "on the hub, and `depthgauge collapse` is for network files"
-        )
+    require_checkpoint(model, "shrink")
     checked_data(settings)  # raises before a download
     find_general(settings.general)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
-    source = resolved(model, settings, message, outputs)
-    check_files(source, settings, checked_data(settings, class_in_config(source)))
+    source = resolved(model, settings, message, outputs, reads_data=True)
+    check_files(source, checked_data(settings, class_in_config(source)))
     return source

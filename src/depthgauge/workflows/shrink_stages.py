@@ -13,7 +13,7 @@ from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations, Step
 from depthgauge.checkpoints.blocks.block_runner import tokens_of
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import GivenWindows, as_samples
+from depthgauge.checkpoints.inputs.samples import as_samples
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
@@ -24,7 +24,7 @@ from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, a
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord
 from depthgauge.surgery.block_search import GIVEN, Search
-from depthgauge.surgery.calibration import Calibration, given_calibration, prepare_calibration
+from depthgauge.surgery.calibration import Calibration, CutTexts, given_calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.open_model import (
@@ -121,8 +121,8 @@ def begin(run: Run, model: Any, source: Source | None, tokenizer: Any, makes: st
 
 def _check_room(run: Run, described: ReadModel, makes: str) -> None:
     """Say what the run needs; raise if the disk has no room for what it writes."""
-    on_disk = described.source is not None
-    device = described.placement.torch_device() if on_disk else described.whole.device
+    model = described.model
+    device = model.whole.device if model.source is None else model.placement.torch_device()
     out = None
     if makes in (DIRECTORY, GGUF) and run.journal.folder is not None:
         out = str(run.journal.folder).removesuffix(".partial")
@@ -148,14 +148,14 @@ def _describe_in_journal(run: Run, model: Any, opened: OpenedModel) -> None:
 
 def _calibrated(run: Run, opened: OpenedModel) -> Calibration:
     """Divide the windows into those to fit, to select and to certify; some are sampled from the model."""
-    if isinstance(opened.read, GivenWindows):
-        tokens = tokens_of(opened.checkpoint, opened.read.inputs)
-        made = given_calibration(opened.read, calibration_sizes(run.settings), tokens)
-    else:
+    if isinstance(opened.read, CutTexts):
         made = prepare_calibration(
             opened.checkpoint, opened.tokenizer, opened.read, opened.start,
             progress=run.progress, message=run.message,
         )  # fmt: skip
+    else:
+        tokens = tokens_of(opened.checkpoint, opened.read.inputs)
+        made = given_calibration(opened.read, calibration_sizes(run.settings), tokens)
     digest = made.record.sha256
     run.journal.describe("digest of the calibration windows", digest)
     if run.followed is not None and run.followed.calibration.sha256 != digest:

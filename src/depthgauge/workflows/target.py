@@ -1,13 +1,16 @@
-"""Decide what a TARGET is: the built-in pair, a network object, a network file, or a checkpoint."""
+"""Decide what a TARGET is: the built-in pair, a network, or a checkpoint; find the files of a checkpoint."""
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthgauge.base.errors import InputError, require_type
-from depthgauge.checkpoints.source.hub import parse_hub_name
-from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
+from depthgauge.checkpoints.inputs.found_data import class_in_config, find_data
+from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.source.model_files import Source, require_streamable
+from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS, allows
 
 if TYPE_CHECKING:
     from depthgauge.theory.network.network import SelfAttentionNetwork
@@ -79,6 +82,43 @@ def resolve_target(target: Any) -> Target:
         raise InputError(f"cannot read {target}: no such file or directory; give a path that exists, or ORG/NAME")
     is_checkpoint = path.is_dir() or path.suffix.lower() == ".gguf"
     return Target(CHECKPOINTS if is_checkpoint else NETWORKS, str(target), path)
+
+
+def require_checkpoint(model: Any, verb: str) -> None:
+    """Raise unless the argument of this command is a path or a name on the hub that may be a checkpoint."""
+    require_type("model", model, (str, Path), "a path or a transformers model")
+    target = resolve_target(model)
+    if target.path is not None and not target.path.exists():
+        raise InputError(f"cannot read {model}: no such file or directory")
+    if target.kind != CHECKPOINTS:
+        raise InputError(
+            f"{model} is not a checkpoint; {verb} expects a directory of a transformers model, a .gguf file or a name "
+            "on the hub"
+        )
+
+
+def resolved(
+    path: str | Path,
+    asked: Any,
+    message: Callable[[str], None],
+    outputs: Iterable[str | Path] = (),
+    reads_data: bool = False,
+) -> Source:
+    """Return the checkpoint of a path or of a name on the hub, for a command with the options `asked`.
+
+    A model on the hub is not downloaded if it fits neither into memory nor can be streamed, or if the disk of an output
+    has no room for its weights. The options name what the model will read (`reads_data`), or it is a language model.
+    """
+    pickled, trusted, name = allows(asked, "pickle"), allows(asked, "code"), parse_hub_name(path)
+    if name is not None and name.file is None:
+        config = resolve(path, pickled, asked.tokenizer, trust_remote_code=trusted, weights=False)
+        from depthgauge.workflows.needed_room import check_described  # torch and transformers take seconds
+
+        check_described(config, asked, find_data(asked, class_in_config(config)) if reads_data else None, outputs)
+    source = resolve(path, pickled, asked.tokenizer, message, trusted)
+    if getattr(asked, "stream", None):
+        require_streamable(source, asked)
+    return source
 
 
 def built_in_pair() -> "tuple[SelfAttentionNetwork, SelfAttentionNetwork]":

@@ -18,7 +18,7 @@ from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.inputs.text_files import JSONL, TextFile, find_texts, given_paths, parse_line
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_class import predicts_label
-from depthgauge.checkpoints.source.model_files import Source, read_json, require_streamable
+from depthgauge.checkpoints.source.model_files import Source, read_json
 from depthgauge.results.gauge_options import ABOUT_TEXT
 
 
@@ -353,13 +353,11 @@ def class_in_config(source: Source | None, model: Any = None) -> str:
     return str((named or [""])[0])
 
 
-def check_files(source: Source, options: Any, data: FoundData) -> None:
+def check_files(source: Source, data: FoundData) -> None:
     """Raise if the files of a checkpoint show that the model does not read the inputs that were found.
 
     What they do not show is checked when transformers is imported: see `require_kind`.
     """
-    if options.stream:
-        require_streamable(source, options)
     if source.gguf is None:
         raw = read_json(source.folder / "config.json", source.target)
         named, labels = class_in_config(source), raw.get("label2id")

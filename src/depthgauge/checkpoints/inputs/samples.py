@@ -8,7 +8,7 @@ given targets, takes `Samples`.
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,56 @@ def as_samples(inputs: Inputs, name: str = "input_ids") -> Samples:
     return inputs if isinstance(inputs, Samples) else Samples({name: inputs})
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Windows(ArrayRecord):
+    """Windows of a text, images, labelled texts, pairs or recordings as a model reads them, and their origin.
+
+    - `inputs`: token ids, special tokens included, or what a model of another kind reads, with labels or targets where
+      they are given
+    - `source`: the directory or the file; of a text its path, `path:field`, or `the built-in text`
+    - `digest`: SHA-256 of what was read
+    - `kind`: `text`, `images`, `texts`, `pairs` or `recordings`
+    - `unread`: tokens of a text that are in no window because they do not fill one
+    """
+
+    inputs: Inputs
+    source: str
+    digest: str
+    kind: str = "text"
+    unread: int = 0
+
+    @property
+    def ids(self) -> Int[Tensor, "windows n"]:
+        """The token ids of a text."""
+        return as_samples(self.inputs).main
+
+    @property
+    def example(self) -> Inputs:
+        """Two windows, to run the model on."""
+        return self.inputs[:2]
+
+    def record(self, tokens: int, bos: bool | None = None, reason: str | None = None) -> TextWindows:
+        """Return the record of the windows, each of which becomes this many tokens.
+
+        `bos` and `reason` are the decision about the BOS token.
+        """
+        count = len(self.inputs)
+        return TextWindows(
+            kind=self.kind, source=self.source, sha256=self.digest, windows=count, window=tokens, tokens=count * tokens,
+            bos=bos, bos_reason=reason,
+        )  # fmt: skip
+
+    def with_first(self, token: int, after: int) -> "Windows":
+        """Return the windows of a text with a token added at the start, and the last token of their text removed.
+
+        The `after` special tokens at the end of every window stay.
+        """
+        ids = self.ids
+        n = ids.shape[1] - after
+        first = ids.new_full((len(ids), 1), token)
+        return replace(self, inputs=torch.cat([first, ids[:, : n - 1], ids[:, n:]], dim=1), unread=0)
+
+
 def few_windows(inputs: Inputs, tokens: int) -> Inputs:
     """Return two different short windows: `tokens` tokens and the same in reverse, or an image and its mirror image."""
     if isinstance(inputs, Samples):
@@ -129,34 +179,6 @@ LONGEST = 128
 """The most tokens of a text, of a source and of a target by default; longer ones are cut."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class GivenWindows(ArrayRecord):
-    """Images, texts, pairs or recordings as a model reads them.
-
-    - `kind`: `images`, `texts`, `pairs` or `recordings`
-    - `inputs`: what the model reads, with labels or targets where they are given
-    - `source`: the directory or the file
-    - `digest`: SHA-256 of what was read
-    """
-
-    kind: str
-    inputs: Samples
-    source: str
-    digest: str
-
-    @property
-    def example(self) -> Samples:
-        """Two windows, to run the model on."""
-        return self.inputs[:2]
-
-    def record(self, tokens: int) -> TextWindows:
-        """Return the record of the windows, each of which becomes this many tokens."""
-        count = len(self.inputs)
-        return TextWindows(
-            kind=self.kind, source=self.source, sha256=self.digest, windows=count, window=tokens, tokens=count * tokens
-        )
-
-
 def read_data(
     data: FoundData,
     reader: Any,
@@ -167,7 +189,7 @@ def read_data(
     window: int | None = None,
     least: int = 1,
     advice: str = "",
-) -> GivenWindows:
+) -> Windows:
     """Read up to `wanted` different inputs, drawn by the seed, through the tokenizer or the processor of the model.
 
     Texts have at most `window` tokens, by default `LONGEST`, and are padded at the end to the longest one. A decoder
@@ -208,7 +230,7 @@ def read_data(
             inputs, targets, reader if kind is not RECORDINGS else reader.tokenizer, config, longest
         )
     digest = hashlib.sha256("\0".join([*seen, *targets]).encode()).hexdigest()
-    return GivenWindows(kind.name, samples, data.name, digest)
+    return Windows(samples, data.name, digest, kind.name)
 
 
 def _content(item: Path | str) -> bytes:

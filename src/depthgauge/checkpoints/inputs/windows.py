@@ -13,9 +13,9 @@ from torch import Tensor
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, one_line
+from depthgauge.checkpoints.inputs.samples import Windows
 from depthgauge.checkpoints.inputs.text_files import TextFile, find_text, read_text
 from depthgauge.checkpoints.source.library import quiet
-from depthgauge.results.checkpoint_subject import TextWindows
 
 WINDOW = 512
 """The longest window by default."""
@@ -23,39 +23,6 @@ WINDOWS = 8
 """The least number of windows by default: an interval over that many windows covers as often as it says."""
 SHORT_WINDOW = 64
 """Windows are not made shorter than this in order to have more of them."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Windows(ArrayRecord):
-    """Windows of token ids and their origin.
-
-    - `ids`: token ids, special tokens included
-    - `source`: name of the text: its path, `path:field`, or `the built-in text`
-    - `digest`: SHA-256 of the bytes that were read
-    - `unread`: tokens of the text that are in no window because they do not fill one
-    """
-
-    ids: Int[Tensor, "windows n"]
-    source: str
-    digest: str
-    unread: int = 0
-
-    def record(self, bos: bool | None, reason: str) -> TextWindows:
-        """Return the record of the windows; `bos` and `reason` are the decision about the BOS token."""
-        windows, n = self.ids.shape
-        return TextWindows(
-            source=self.source, sha256=self.digest, windows=windows, window=n, tokens=windows * n, bos=bos,
-            bos_reason=reason,
-        )  # fmt: skip
-
-    def with_first(self, token: int, after: int) -> "Windows":
-        """Return the windows with a token added at the start, and the last token of their text removed.
-
-        The `after` special tokens at the end of every window stay.
-        """
-        n = self.ids.shape[1] - after
-        first = self.ids.new_full((len(self.ids), 1), token)
-        return Windows(torch.cat([first, self.ids[:, : n - 1], self.ids[:, n:]], dim=1), self.source, self.digest)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

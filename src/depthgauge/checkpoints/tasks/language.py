@@ -283,7 +283,7 @@ def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any
     if not len(bodies):
         raise too_short(found, length, n - length)
     unread = found.tokens - bodies.numel()
-    return Windows(surround(bodies, start.before, ()), found.source, found.digest, unread)
+    return Windows(surround(bodies, start.before, ()), found.source, found.digest, unread=unread)
 
 
 @torch.no_grad()

@@ -21,15 +21,7 @@ from torch import Tensor, nn
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, size_text
 from depthgauge.base.progress import no_message
-from depthgauge.checkpoints.inputs.found_data import (
-    IMAGES,
-    RECORDINGS,
-    TEXT,
-    FoundData,
-    InputKind,
-    require_fit,
-    require_processor,
-)
+from depthgauge.checkpoints.inputs.found_data import RECORDINGS, TEXT, FoundData, require_fit
 from depthgauge.checkpoints.source.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source.model_class import context_length, loader_of, objective_of, pooling_modes
 from depthgauge.checkpoints.source.model_files import (
@@ -52,7 +44,7 @@ from depthgauge.checkpoints.weights.stored_weights import (
     unpack_gguf,
 )
 from depthgauge.results.checkpoint_subject import CheckpointDescription
-from depthgauge.results.gauge_options import BOTH, STACKS, allows
+from depthgauge.results.gauge_options import BOTH, allows
 
 OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""
@@ -503,56 +495,6 @@ def blocks_of(checkpoint: Checkpoint) -> list[nn.Module]:
         find_blocks(root, len(span)) for root, span in zip(checkpoint.roots.values(), checkpoint.spans, strict=True)
     ]
     return [block for blocks in found for block in blocks] if all(found) else []
-
-
-@dataclass(frozen=True)
-class SpeechReader:
-    """What a model of speech is read through; the processors of transformers have the same attributes."""
-
-    feature_extractor: Any
-    tokenizer: Any
-
-
-def load_reader(source: Source | None, placement: Placement, kind: InputKind, given: Any, hint: str = "") -> Any:
-    """Return the tokenizer or the processor: that of a checkpoint, or the one that is `given` with a model in memory.
-
-    `hint` is what else to do where none is given.
-    """
-    what = {IMAGES: "image processor", RECORDINGS: "processor"}.get(kind, "tokenizer")
-    if source is None:
-        if given is None:
-            raise InputError(f"a model in memory needs its {what}; give tokenizer=…{hint}")
-        if kind is RECORDINGS and not (hasattr(given, "feature_extractor") and hasattr(given, "tokenizer")):
-            raise InputError(
-                f"tokenizer must be the processor of the model, with a feature extractor and a tokenizer, got "
-                f"{type(given).__name__}; give a WhisperProcessor"
-            )
-        return given
-    require_processor(source, kind)
-    if kind is IMAGES:
-        if given is not None:
-            raise InputError(f"{source.target} is on disk and has its own image processor; leave tokenizer=… out")
-        return _processor(source, placement, kind, transformers().AutoImageProcessor)
-    tokenizer = load_tokenizer(source, placement, given)
-    if kind is not RECORDINGS:
-        return tokenizer
-    return SpeechReader(_processor(source, placement, kind, transformers().AutoFeatureExtractor), tokenizer)
-
-
-def _processor(source: Source, placement: Placement, kind: InputKind, loader: Any) -> Any:
-    code = allows(placement, "code")
-    return attempt(
-        source.target,
-        kind.processor[0],
-        lambda: loader.from_pretrained(source.folder, trust_remote_code=code, local_files_only=True),
-    )
-
-
-def prepared(checkpoint: Checkpoint, data: FoundData, stack: str | None) -> Checkpoint:
-    """Return the checkpoint with what is measured on these inputs: in one stack, or the loss of the labels."""
-    if data.kind.two_stacks:
-        return with_stack(checkpoint, stack or STACKS[0])
-    return replace(checkpoint, objective="labels") if data.labels else checkpoint
 
 
 def require_rows(checkpoint: Checkpoint, ids: Sequence[Int[Tensor, "..."]]) -> None:
