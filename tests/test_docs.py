@@ -248,9 +248,9 @@ def imported(path: Path) -> set[str]:
 
 
 TRAVELS = {
-    "depthgauge gauge ./model": "src/depthgauge/cli/gauge.py",
-    "depthgauge shrink ./model": "src/depthgauge/cli/shrink.py",
-    "depthgauge recover ./smaller --teacher ./model": "src/depthgauge/cli/recover.py",
+    "depthgauge gauge ./model": "src/depthgauge/cli/model_commands.py",
+    "depthgauge shrink ./model": "src/depthgauge/cli/model_commands.py",
+    "depthgauge recover ./smaller --teacher ./model": "src/depthgauge/cli/model_commands.py",
     "dg.attention(q, k, v)": "src/depthgauge/fast_attention/attention.py",
 }
 """Request → the file where it starts."""

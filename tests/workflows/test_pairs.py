@@ -309,7 +309,7 @@ def test_a_model_that_would_not_generate_is_refused_before_the_work(stack: str, 
     del model.encoder.block[3]
     model.config.num_layers = 3
     given = {"text": place / "pairs.jsonl", "tokenizer": AutoTokenizer.from_pretrained(place / "t5")}
-    options = {"stack": stack, "effort": "quick", "no_repair": True}
+    options = {"stack": stack, "effort": "quick", "recover": "none"}
     if stack == "encoder":
         with pytest.raises(CheckpointError, match=r"with 2 blocks in its encoder, .* cannot generate in transformers"):
             dg.shrink(model, remove=1, **given, **options)

@@ -66,7 +66,7 @@ class EndedRunError(DepthgaugeError):
     def __init__(self) -> None:
         super().__init__(
             "another process of this run has ended, or the run was stopped; what was finished is kept next to --out: "
-            "add --resume to the same command to continue"
+            "run the same command again to continue"
         )
 
 

@@ -74,6 +74,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return html_facts(type(self).__name__, self.summary(), ("field", "value"))
 
 
+def annotation_of(record: type[Record], name: str) -> Any:
+    """Return the annotation of a field, which may be one of a base class."""
+    return next(base.__annotations__[name] for base in record.__mro__ if name in base.__annotations__)
+
+
 Options = TypeVar("Options", bound=Record)
 
 

@@ -357,7 +357,7 @@ def _listed(layers: tuple[int, ...]) -> str:
     return ", ".join(map(str, layers)) or "none" if len(layers) <= 12 else counted(len(layers), "layer")
 
 
-PLAN_ADVICE = "give a file that `depthgauge shrink --plan-only FILE` or `depthgauge shrink --out DIR` wrote"
+PLAN_ADVICE = "give a file that `depthgauge shrink --out plan.json` or `depthgauge shrink --out DIR` wrote"
 SHRINK_ADVICE = "give the `depthgauge.json` in the directory that `depthgauge shrink --out DIR` wrote"
 
 
@@ -373,7 +373,7 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
 
 
 def read_plan(path: str | Path) -> PlanRecord:
-    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
+    """Read a plan: a file that `shrink --out plan.json` wrote, or the `depthgauge.json` of a shrunk model."""
     document, name = load_document(path, PLAN_ADVICE), str(path)
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan

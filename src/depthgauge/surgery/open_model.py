@@ -51,7 +51,7 @@ def requested_counts(
     """Return the numbers of blocks to remove that the options ask for, other than by `max_increase`, in order."""
     layers, name = checkpoint.layers, checkpoint.name
     if settings.max_bytes is not None:
-        return (blocks_over(checkpoint, settings.byte_limit(), stored, not settings.no_repair),)
+        return (blocks_over(checkpoint, settings.byte_limit(), stored, settings.repairs),)
     return tuple(settings.counts(layers, name))
 
 
@@ -160,7 +160,7 @@ def read_model(
     streamed = described.placement.stream
     if source is None:
         require_supported(described.whole)
-    elif settings.dtype == "auto" and source.gguf is None and not streamed:
+    elif settings.dtype in (None, "auto") and source.gguf is None and not streamed:
         stored = stored_dtype(described.config, source)
     check_model(settings, described.whole, stored, plan)
     if streamed:
@@ -185,10 +185,10 @@ def open_model(
     require_supported(checkpoint)
     if isinstance(stored, GgufLayout):
         stored = match_weights(stored, checkpoint)
-    if not settings.no_repair and any(weight.is_meta for weight in checkpoint.model.parameters()):
+    if settings.repairs and any(weight.is_meta for weight in checkpoint.model.parameters()):
         raise InputError(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
-            "be repaired; use more devices, or --no-repair"
+            "be repaired; use more devices, or --recover none"
         )
     if isinstance(read, CutTexts):
         require_rows(checkpoint, read.ids)
@@ -200,7 +200,7 @@ def open_model(
     fixed, notes = _fixed_blocks(checkpoint, example)
     if checkpoint.stack == BOTH:
         notes = (f"blocks {_numbered(checkpoint)}", *notes)
-    if not settings.no_repair:
+    if settings.repairs:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
     if checkpoint.objective == "embedding" and source is not None:

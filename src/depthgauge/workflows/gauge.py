@@ -38,7 +38,6 @@ def gauge(
     tokenizer: Any = None,
     out: str | Path | None = None,
     report: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -53,13 +52,12 @@ def gauge(
         target: a network, a network file, a checkpoint (directory, GGUF file or name on the Hugging Face hub), a
             transformers model in memory, or None for a built-in pair. A model in memory is left as it was.
         options: what to do; see `GaugeOptions`.
-        tokenizer: the tokenizer of a model in memory, which `weights_only` does not need, or its image processor if it
+        tokenizer: the tokenizer of a model in memory, which `text="none"` does not need, or its image processor if it
             reads images; or the directory of a tokenizer that replaces that of a checkpoint.
         out: a file to write the result document to. The finished steps of a checkpoint are kept next to it, so that an
-            interrupted run can be resumed.
+            interrupted run can be continued by the same call.
         report: a file to write a page with charts to (extra `report`).
-        resume: continue the interrupted run with the same `out`.
-        overwrite: replace files at `out` and `report`, and start again where an interrupted run has stopped.
+        overwrite: replace files at `out` and `report`, and an interrupted run with other options.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the memory that is needed.
         **fields: any option of `GaugeOptions` by name, such as `text="corpus.txt"`; overrides `options`.
@@ -81,7 +79,7 @@ def gauge(
     asked.check(found.kind, found.description)
     if report is not None:
         check_page(report)
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+    with Journal(out, overwrite=overwrite, message=message) as journal:
         inputs = {"TARGET": found.path} | input_paths(asked)
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
@@ -94,6 +92,7 @@ def gauge(
         else:
             from depthgauge.workflows.gauge_network import gauge_networks
 
+            journal.begin({"target": found.description, **asked.to_json()})
             settings, subjects = gauge_networks(found, asked, progress)
             seconds = None
         result = GaugeResult(version=__version__, settings=settings, subjects=subjects, seconds=seconds)

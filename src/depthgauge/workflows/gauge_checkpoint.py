@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgauge._version import __version__
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.blocks.attention_calls import Session, attending
@@ -97,7 +98,7 @@ def read_inputs(request: GaugeRequest, tokenizer: Any, message: Callable[[str], 
     elif asked.weights_only:
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
-                f"--weights-only cannot be used for {request.target.name}: depthgauge does not know where a "
+                f"--data none cannot be used for {request.target.name}: depthgauge does not know where a "
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
@@ -145,7 +146,10 @@ def _begin(request: GaugeRequest, windows: Windows | None, settings: GaugeSettin
         files: Any = weights_digest(request.target.model)
     else:
         files = [[path.name, path.stat().st_size] for path in weight_files(source)]
-    journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
+    journal.begin(
+        settings.to_json()
+        | {"version": __version__, "files": files, "sha256": None if windows is None else windows.digest}
+    )
 
 
 def _measured(

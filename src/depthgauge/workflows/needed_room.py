@@ -64,7 +64,7 @@ def shrink_room(model: ReadModel, settings: ShrinkOptions, removed: Sequence[int
     The states are counted for text. What is trained at most are the blocks that are left, and of several sizes that a
     limit on the loss allows, the largest one is written.
     """
-    read, whole, repairs = model.read, model.model.whole, not settings.no_repair
+    read, whole, repairs = model.read, model.model.whole, settings.repairs
     streamed = model.model.placement.stream
     sizes, windows, tokens = calibration_sizes(settings), 0, 0
     if isinstance(read, CutTexts):
@@ -76,7 +76,7 @@ def shrink_room(model: ReadModel, settings: ShrinkOptions, removed: Sequence[int
         counts = (1,) if settings.max_increase is not None else requested_counts(settings, whole, model.stored)
     total, blocks = written_sizes(whole, model.stored, repairs)
     trained = sorted(parameter_count(block) for block in blocks_of(whole))[counts[0] :]
-    trains = repairs and not streamed and settings.device_map is None
+    trains = repairs and not streamed and not settings.is_spread
     return replace(
         room_of(whole, streamed, windows, tokens),
         training=TRAINING * sum(trained) * trains,

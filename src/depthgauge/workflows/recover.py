@@ -42,7 +42,6 @@ def recover(
     *,
     out: str | Path | None = None,
     report: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -56,9 +55,7 @@ def recover(
         options: what to do; see `RecoverOptions`.
         out: the directory to write the recovered model to; None keeps it in memory.
         report: a file to write a page with charts to (extra `report`).
-        resume: continue an interrupted run with the same `out`.
-        overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
-            stopped.
+        overwrite: replace a checkpoint at `out` and a file at `report`, and an interrupted run with other options.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
         **fields: any option of `RecoverOptions` by name, such as `teacher="model"`, `text="corpus.txt"`,
@@ -80,14 +77,14 @@ def recover(
         check_page(report)
     texts = find_texts(settings.text)
     find_general(settings.general)  # raises before a download
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+    with Journal(out, overwrite=overwrite, message=message) as journal:
         inputs = {"MODEL": _path(model), "--teacher": _path(teacher)} | input_paths(settings)
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         small, source = (resolved(one, settings, message) for one in (model, teacher))
         if out is not None:
             for one in (small, source):
                 check_output_directory(out, one, overwrite or journal.has_written(out))
-            if resume:
+            if journal.is_continued:
                 remove_unfinished(out)
         from depthgauge.workflows.recover_run import run_recovery  # torch and transformers take seconds
 

@@ -115,7 +115,7 @@ def run_recovery(
 
     found = [*answers(teacher, teacher.name), *answers(student, student.name)]
     made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)
-    stored = stored_dtype(smaller.config, small) if small.gguf is None and settings.dtype == "auto" else None
+    stored = stored_dtype(smaller.config, small) if small.gguf is None and settings.dtype in (None, "auto") else None
     model = student.model if stored is None else cast(student.model, stored)
     after = certifier.measure(model, "recovered model")
     found += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)

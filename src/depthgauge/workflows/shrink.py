@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from depthgauge.surgery.certify import Certifier
     from depthgauge.surgery.open_model import OpenedModel
 
+PLAN_ENDING = ".json"
+"""What the name of a plan ends with."""
+
 
 @dataclass(frozen=True, eq=False)
 class ShrinkResult:
@@ -89,9 +92,14 @@ class ShrinkResult:
 
         opened, certifier, record = self.opened, self.certifier, self.record
         limit, tested = (None, ()) if record.guarantee is None else (record.guarantee.limit, record.guarantee.tested)
-        spread = record.plan.settings.device_map
         with checked_directory(
-            self.model, certifier, opened.checkpoint, opened.tokenizer, out, overwrite=overwrite, device_map=spread
+            self.model,
+            certifier,
+            opened.checkpoint,
+            opened.tokenizer,
+            out,
+            overwrite=overwrite,
+            is_spread=record.plan.settings.is_spread,
         ) as checked:
             found = certifier.run(self.model) if checked.found is None else checked.found
             certified = certifier.certified(found, record.plan.looks(tested), limit, tested)
@@ -113,10 +121,9 @@ def shrink(
     options: ShrinkOptions | None = None,
     *,
     tokenizer: Any = None,
-    plan: PlanRecord | str | Path | None = None,
+    plan: PlanRecord | None = None,
     out: str | Path | None = None,
     report: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -129,13 +136,12 @@ def shrink(
         options: what to do; see `ShrinkOptions`.
         tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
             tokenizer that replaces a checkpoint's.
-        plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
+        plan: a plan in memory, which says which blocks to remove; the file of one is given as `remove="plan.json"`.
         out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
             `.gguf`; None keeps it in memory. With several numbers in `remove`, the outputs are `OUT-2`, `OUT-4`, ….
         report: a file to write a page with charts to (extra `report`).
-        resume: continue an interrupted run with the same `out`.
-        overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
-            stopped. A directory with any file that does not belong to a checkpoint is never replaced.
+        overwrite: replace a checkpoint at `out` and a file at `report`, and an interrupted run with other options. A
+            directory with any file that does not belong to a checkpoint is never replaced.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the memory that is needed.
         **fields: any option of `ShrinkOptions` by name, such as `remove=7`; overrides `options`.
@@ -147,18 +153,17 @@ def shrink(
     Raises:
         InputError: the model or an option cannot be used.
     """
-    followed = read_plan(plan) if isinstance(plan, str | Path) else plan
     tokenizer = take_directory(tokenizer, fields)
-    settings = _settings(options, fields, followed)
+    settings, followed, plan_file = _settings(options, fields, plan)
     if report is not None:
         check_page(report)
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
     as_gguf = is_gguf_name(out)
     if settings.gguf_type is not None and not as_gguf:
-        raise InputError("--gguf-type applies to GGUF files; give --out a name that ends with .gguf, or leave it out")
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
-        inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
+        raise InputError(f"--dtype {settings.dtype} is a type of GGUF files; give --out a name that ends with .gguf")
+    with Journal(out, overwrite=overwrite, message=message) as journal:
+        inputs = _inputs(model, settings) | {"--remove": plan_file}
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         places = output_folders(out, settings) if out is not None else []
         for place in places:  # before a download
@@ -175,7 +180,7 @@ def shrink(
             # A GGUF file is quantized, so the size of what is written is not known yet.
             needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
             check_output_directory(place, source, overwrite or journal.has_written(place), needed)
-            if resume:
+            if journal.is_continued:
                 remove_unfinished(place)
         # torch and transformers take seconds
         from depthgauge.workflows.shrink_run import make_models
@@ -197,7 +202,6 @@ def plan_shrink(
     *,
     tokenizer: Any = None,
     out: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -211,8 +215,7 @@ def plan_shrink(
         tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
             tokenizer that replaces a checkpoint's.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
-        resume: continue an interrupted search.
-        overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
+        overwrite: replace a file at `out`, and an interrupted search with other options.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
         **fields: any option of `ShrinkOptions` by name.
@@ -221,12 +224,13 @@ def plan_shrink(
         The plan; `shrink(model, plan=plan)` follows it.
     """
     tokenizer = take_directory(tokenizer, fields)
-    settings = _settings(options, fields, None)
+    settings = make_shrink_options(options, fields)
+    settings.check()
     if settings.max_increase is not None or len(settings.removals) > 1:
         raise InputError("a plan has one number of blocks; use --remove 7, --remove-layers or --max-bytes")
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+    with Journal(out, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings)
-        check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        check_outputs({"--out": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings, message)
         from depthgauge.workflows.shrink_run import make_plan
         from depthgauge.workflows.shrink_stages import Run
@@ -237,20 +241,28 @@ def plan_shrink(
     return found
 
 
-def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None) -> ShrinkOptions:
-    """Return the checked options: those given, or those of a plan with the given ones about loading the model."""
-    settings = make_shrink_options(options, fields)
+def _settings(
+    options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None
+) -> tuple[ShrinkOptions, PlanRecord | None, str | None]:
+    """Return the checked options, the plan that is followed, and its file.
+
+    With a plan, they are those of the plan, with the given ones about loading the model.
+    """
+    settings, file = make_shrink_options(options, fields), None
+    if plan is None and settings.remove is not None and settings.remove.lower().endswith(PLAN_ENDING):
+        file = settings.remove
+        plan, settings = read_plan(file), msgspec.structs.replace(settings, remove=None)
     if plan is not None:
         given = settings.given()
         for name in given:
             if name not in (*ABOUT_FILES, "allow", "evaluate"):
                 raise InputError(
-                    f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; "
-                    "leave it out, or make a new plan"
+                    f"--{name.replace('_', '-')} cannot be combined with a plan, which contains all settings; leave it "
+                    "out, or make a new plan"
                 )
         settings = msgspec.structs.replace(plan.settings, **given)
     settings.check()
-    return settings
+    return settings, plan, file
 
 
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:

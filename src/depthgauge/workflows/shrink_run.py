@@ -258,7 +258,7 @@ class Finish:
         else:
             with checked_directory(
                 shrunk.model, self.certifier, opened.checkpoint, opened.tokenizer, out,
-                overwrite=overwrite, device_map=run.settings.device_map, durations=run.durations, process=process,
+                overwrite=overwrite, is_spread=run.settings.is_spread, durations=run.durations, process=process,
             ) as made:  # fmt: skip
                 yield made
 

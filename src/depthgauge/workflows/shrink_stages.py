@@ -20,7 +20,7 @@ from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory, weights_digest
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
-from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
+from depthgauge.results.recover_options import AUTO, AUTO_TOKENS, REPAIR, Amount, amount_of
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord
 from depthgauge.surgery.block_search import GIVEN, Search
@@ -114,7 +114,7 @@ def begin(run: Run, model: Any, source: Source | None, tokenizer: Any, makes: st
     with run.durations("dense model"):
         student = Student(
             checkpoint, windows.fit.inputs, windows.select.inputs, effort=effort_of(settings),
-            repair=not settings.no_repair, journal=run.journal, durations=run.durations, progress=run.progress,
+            repair=settings.repairs, journal=run.journal, durations=run.durations, progress=run.progress,
         )  # fmt: skip
     return Workbench(opened, windows, student, Search(student, protected), llama)
 
@@ -207,9 +207,9 @@ def training_amount(run: Run, checkpoint: Checkpoint) -> Amount | None:
     By default it is trained on a GPU, but not to find the largest size within a limit, which makes many models.
     """
     settings = run.settings
-    by_default = AUTO if checkpoint.device.type == "cuda" and run.limit is None else OFF
+    by_default = AUTO if checkpoint.device.type == "cuda" and run.limit is None else REPAIR
     amount = amount_of(settings.recover or by_default)
-    trains = not settings.no_repair and checkpoint.stream is None and settings.device_map is None
+    trains = checkpoint.stream is None and not settings.is_spread
     return amount if trains or settings.recover not in (None, AUTO) else None
 
 

@@ -10,7 +10,7 @@ from depthgauge.base.errors import InputError, require_type
 from depthgauge.checkpoints.inputs.found_data import class_in_config, find_data
 from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source.model_files import Source, require_streamable
-from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS, allows
+from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS, ModelOptions, allows
 
 if TYPE_CHECKING:
     from depthgauge.theory.network.network import SelfAttentionNetwork
@@ -99,7 +99,7 @@ def require_checkpoint(model: Any, verb: str) -> None:
 
 def resolved(
     path: str | Path,
-    asked: Any,
+    asked: ModelOptions,
     message: Callable[[str], None],
     outputs: Iterable[str | Path] = (),
     reads_data: bool = False,
@@ -116,7 +116,7 @@ def resolved(
 
         check_described(config, asked, find_data(asked, class_in_config(config)) if reads_data else None, outputs)
     source = resolve(path, pickled, asked.tokenizer, message, trusted)
-    if getattr(asked, "stream", None):
+    if asked.is_streamed:
         require_streamable(source, asked)
     return source
 

@@ -420,7 +420,7 @@ def probe(checkpoint: Checkpoint, inputs: Inputs) -> Probed:
         raise CheckpointError(
             f"{name} cannot be gauged: its attention weights are not observable ({attention}), and its blocks "
             f"cannot be rerun ({found.blocks})"
-            + ("; use --weights-only" if checkpoint.family and checkpoint.family.projections else "")
+            + ("; use --data none" if checkpoint.family and checkpoint.family.projections else "")
         )
     return found
 

@@ -118,6 +118,8 @@ def input_paths(options: Any) -> dict[str, str | Path | None]:
 
 def given_paths(options: Any) -> tuple[str, ...]:
     """Return what `--data` names, which some commands take once."""
+    if getattr(options, "weights_only", False):
+        return ()
     return (options.text,) if isinstance(options.text, str) else tuple(options.text or ())
 
 

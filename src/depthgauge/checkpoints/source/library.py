@@ -73,7 +73,7 @@ def attempt(name: str, what: str, load: Callable[[], Any], verb: str = "load") -
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
         if is_out_of_memory(error):
             raise CheckpointError(
-                f"{name} does not fit into memory; use --stream, --dtype bfloat16, --device-map auto or a larger "
+                f"{name} does not fit into memory; use --device stream, --dtype bfloat16, --device spread or a larger "
                 "machine"
             ) from error
         cause = short(error)

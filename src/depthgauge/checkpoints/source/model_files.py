@@ -385,7 +385,7 @@ def require_streamable(source: Source, options: Any, config: Any = None) -> None
             "its dtype is the stored one; leave --dtype out",
         ),
         (source.pickled, "its weights are pickled; save them as safetensors first"),
-        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
+        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device spread"),
     ):
         if given:
             raise CheckpointError(f"{source.target} cannot be streamed: {reason}")

@@ -26,9 +26,9 @@ from depthgauge.checkpoints.blocks.model_output import (
     require_output,
     token_losses,
 )
+from depthgauge.checkpoints.inputs.samples import Windows
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.inputs.windows import (
-    Windows,
     body_length,
     special_tokens,
     surround,
@@ -77,11 +77,11 @@ class Start:
         return Start(before, self.after, bos, reason)
 
 
-def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
+def plan_start(choice: str | None, source: Source | None, tokenizer: Any) -> Start:
     """Decide about the BOS token as far as possible without the weights.
 
-    `choice` is `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says. If neither adds the token, the
-    decision is left to `measure_start`. `source` is None for a model in memory.
+    `choice` is `yes`, `no`, or `auto`, the same as None: what the tokenizer or the GGUF metadata says. If neither adds
+    the token, the decision is left to `measure_start`. `source` is None for a model in memory.
     """
     before, after = special_tokens(tokenizer)
     start = Start(tuple(before), tuple(after), None, "the model has no BOS token")

@@ -8,7 +8,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -44,7 +44,7 @@ from depthgauge.checkpoints.weights.stored_weights import (
     unpack_gguf,
 )
 from depthgauge.results.checkpoint_subject import CheckpointDescription
-from depthgauge.results.gauge_options import BOTH, allows
+from depthgauge.results.gauge_options import BOTH, ModelOptions, allows
 
 OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""
@@ -64,7 +64,7 @@ _COMPUTED = ("inv_freq", "position_ids")
 class Placement:
     """How to load a checkpoint.
 
-    The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
+    The dtype `auto` means float32 on a CPU, where half precision is slow, and
     the stored dtype on a GPU, or where weights are streamed. `device_map` replaces `device`.
     """
 
@@ -75,10 +75,13 @@ class Placement:
     allow: str | None = None
 
     @classmethod
-    def of(cls, options: Any) -> "Placement":
-        """Return the placement that the options of a command ask for; some commands lack some of them."""
-        given = {field.name: getattr(options, field.name, None) for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+    def of(cls, options: ModelOptions) -> "Placement":
+        """Return the placement that the options of a command ask for."""
+        device = None if options.is_streamed or options.is_spread else options.device
+        if options.is_streamed and options.device is not None:
+            device = options.device.partition(":")[2] or None
+        dtype = "auto" if options.gguf_type else options.dtype or "auto"
+        return cls(dtype, device, "auto" if options.is_spread else None, options.is_streamed, options.allow)
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
@@ -440,7 +443,7 @@ def check_memory(source: Source, placement: Placement, skeleton: Any = None) -> 
         smaller = "--dtype bfloat16, " if needed > 2 * HEADROOM * parameters else ""
         raise CheckpointError(
             f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
-            f"are free on {device}; use {smaller}--device-map auto or a larger machine"
+            f"are free on {device}; use {smaller}--device spread or a larger machine"
         )
 
 
