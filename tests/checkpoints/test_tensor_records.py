@@ -14,7 +14,7 @@ from depthgauge.checkpoints.blocks.attention_calls import AttentionCall, attendi
 from depthgauge.checkpoints.blocks.block_runner import Pass, Stack
 from depthgauge.checkpoints.blocks.circuits import HeadWeights
 from depthgauge.checkpoints.blocks.window_observer import HeadStatistics, head_statistics
-from depthgauge.checkpoints.inputs.samples import Windows
+from depthgauge.checkpoints.inputs.windows import Windows
 from depthgauge.checkpoints.weights.load import wrap
 
 

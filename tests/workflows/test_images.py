@@ -14,7 +14,7 @@ from tiny_vision import LABELS, VISION, image_processor, save_images, save_visio
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.samples import read_data
+from depthgauge.checkpoints.inputs.windows import read_data
 from depthgauge.checkpoints.weights.families import find_blocks
 from depthgauge.cli.main import main
 from depthgauge.results.gauge_options import GaugeOptions

@@ -21,7 +21,7 @@ from depthgauge.checkpoints.blocks.block_runner import BlockRunner
 from depthgauge.checkpoints.blocks.probe import derived
 from depthgauge.checkpoints.blocks.what_if import encoded
 from depthgauge.checkpoints.inputs.found_data import FoundData, find_data
-from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.inputs.windows import Samples, read_data
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.families import Family, Sublayer
 from depthgauge.checkpoints.weights.load import with_stack, wrap

@@ -17,7 +17,7 @@ from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_s
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.inputs.windows import Samples, read_data
 from depthgauge.checkpoints.source.library import quiet
 from depthgauge.checkpoints.weights.described import SpeechReader
 from depthgauge.cli.main import main

@@ -13,8 +13,7 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.checkpoints.inputs.samples import Windows
-from depthgauge.checkpoints.inputs.windows import tokenize_text
+from depthgauge.checkpoints.inputs.windows import Windows, tokenize_text
 from depthgauge.checkpoints.source.library import CheckpointError, quiet
 from depthgauge.checkpoints.source.model_files import find
 from depthgauge.checkpoints.tasks.language import MEASURED_LENGTH, MEASURED_WINDOWS

@@ -21,7 +21,7 @@ from depthgauge.checkpoints.blocks.circuits import block_sizes, layer_sizes
 from depthgauge.checkpoints.blocks.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.blocks.probe import derived, relative_difference
 from depthgauge.checkpoints.blocks.window_observer import SublayerScores
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.source.library import transformers
 from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 from depthgauge.monitor.measurement import (

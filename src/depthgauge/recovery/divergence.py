@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output, no_cache, window_losses
-from depthgauge.checkpoints.inputs.samples import Inputs, as_samples, shortened
+from depthgauge.checkpoints.inputs.windows import Inputs, as_samples, shortened
 from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint
 
 ENTRIES = {"cpu": 2**22, "cuda": 2**26}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from depthgauge.base.errors import EndedRunError, is_out_of_memory
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.recovery.distillation import Training, distil

@@ -22,10 +22,12 @@ from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.inputs.samples import Inputs, Windows, as_samples
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.inputs.windows import (
+    Inputs,
     TokenizedText,
+    Windows,
+    as_samples,
     body_length,
     derived_seed,
     drop_repeated,

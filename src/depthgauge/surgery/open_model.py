@@ -12,8 +12,8 @@ from depthgauge.base.format import counted, size_text
 from depthgauge.checkpoints.blocks.model_output import require_output
 from depthgauge.checkpoints.blocks.probe import derived
 from depthgauge.checkpoints.inputs.found_data import TEXT, FoundData, checked_data, class_in_config
-from depthgauge.checkpoints.inputs.samples import Inputs, Windows, read_data
 from depthgauge.checkpoints.inputs.text_files import find_texts
+from depthgauge.checkpoints.inputs.windows import Inputs, Windows, read_data
 from depthgauge.checkpoints.source.model_class import (
     context_length,
     longest_window,

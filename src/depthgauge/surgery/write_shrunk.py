@@ -22,7 +22,7 @@ from depthgauge.base.io import atomic_file
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Durations
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import as_samples
+from depthgauge.checkpoints.inputs.windows import as_samples
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.weights.load import HEADROOM, Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory

@@ -15,8 +15,7 @@ from depthgauge.report.write import check_page, page_text, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.results.record import take_directory
-from depthgauge.workflows.gauge_request import check_gauge
-from depthgauge.workflows.target import resolve_target
+from depthgauge.workflows.target import check_gauge, resolve_target
 
 
 class GaugeResult(GaugeRecord, frozen=True, kw_only=True):

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.blocks.attention_calls import Session, attending
 from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack, tokens_of
-from depthgauge.checkpoints.blocks.circuits import CircuitSizes, circuit_sizes, head_weights
+from depthgauge.checkpoints.blocks.circuits import CircuitSizes, circuit_sizes, head_weights, regime
 from depthgauge.checkpoints.blocks.model_output import require_output
 from depthgauge.checkpoints.blocks.probe import Probed, derived, probe
 from depthgauge.checkpoints.blocks.what_if import (
@@ -28,26 +31,38 @@ from depthgauge.checkpoints.blocks.what_if import (
     layers_of,
     states_in_memory,
 )
-from depthgauge.checkpoints.blocks.window_observer import observe_blocks, observe_window
+from depthgauge.checkpoints.blocks.window_observer import STATIC, combine, observe_blocks, observe_window, spearman
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import Inputs, Samples, Windows, as_samples, read_data
-from depthgauge.checkpoints.inputs.windows import read_windows
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples, Windows, as_samples, read_data, read_windows
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_class import context_length, longest_window, pooling_notes
 from depthgauge.checkpoints.source.model_files import weight_files
+from depthgauge.checkpoints.tasks.confidence import mean_interval
 from depthgauge.checkpoints.tasks.language import Start, plan_start, started_windows
 from depthgauge.checkpoints.weights.described import Described, describe, opened
 from depthgauge.checkpoints.weights.families import family_of
 from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.checkpoints.weights.stored_weights import weights_digest
 from depthgauge.monitor.undisturbed import undisturbed
-from depthgauge.results.checkpoint_subject import CheckpointSubject, TextWindows
+from depthgauge.results.checkpoint_subject import (
+    CheckpointHead,
+    CheckpointLayer,
+    CheckpointState,
+    CheckpointSubject,
+    ExpertLoss,
+    FastPlan,
+    Interval,
+    ScoreTrust,
+    TextWindows,
+)
 from depthgauge.results.gauge_options import SAMPLES, GaugeOptions, GaugeSettings, allows
-from depthgauge.results.labels import EXPERT
-from depthgauge.results.verdicts import unobserved_sentence
-from depthgauge.workflows.checkpoint_record import subject_record
-from depthgauge.workflows.gauge_request import GaugeRequest
+from depthgauge.results.labels import EXPERT, SCORES
+from depthgauge.results.network_subject import Residual
+from depthgauge.results.record import finite
+from depthgauge.results.verdicts import checkpoint_verdict, unobserved_sentence
+from depthgauge.theory.measures.quantities import SampleResiduals, residual_record
 from depthgauge.workflows.needed_room import room_of
+from depthgauge.workflows.target import GaugeRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,3 +322,123 @@ def what_if_losses(dense: DenseStates, kind: str, on: Sequence[int], progress: S
         return losses
     shares = [experts.shares[edit.layer, edit.expert] for (edit,) in models]
     return [[[*pair] for pair in zip(row, share, strict=True)] for row, *share in zip(losses, *shares, strict=True)]
+
+
+# --- From what was measured to the record -----------------------------------------------------------------------------
+
+_ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
+"""The statistics of a head that are copied to its record."""
+
+
+def subject_record(
+    checkpoint: Checkpoint,
+    weights: Sequence[Sequence[CircuitSizes]],
+    notes: Sequence[str],
+    text: TextWindows | None = None,
+    found: Sequence[dict[str, Any]] = (),
+    measured: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    unobserved: str | None = None,
+) -> CheckpointSubject:
+    """Combine what was found window by window into the record of one checkpoint.
+
+    `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
+    `measure_windows` for the layers `measured` of each what-if. `unobserved` says why the
+    attention was not observed.
+    """
+    L, observed = checkpoint.layers, [window["observed"] for window in found]
+    what_ifs = {
+        kind: {layer: mean_interval([window[kind][place] for window in found]) for place, layer in enumerate(on)}
+        for kind, on in measured.items()
+        if kind != EXPERT
+    }
+    scores = {
+        name: torch.tensor([seen["scores"][name] for seen in observed], dtype=torch.float64).mean(dim=0).tolist()
+        for name in (observed[0]["scores"] if observed else ())
+    }
+    trust = _trust(scores, what_ifs)
+    has_loss = bool(observed) and observed[0]["loss"] is not None
+    return CheckpointSubject(
+        name=checkpoint.name,
+        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, measured=bool(observed)),
+        model=checkpoint.describe(),
+        text=text,
+        regime=regime(weights) if weights else None,
+        baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
+        accuracy=mean(seen["accuracy"] for seen in observed) if observed and "accuracy" in observed[0] else None,
+        input=CheckpointState(residual=_residual(observed, 0)),
+        layers=tuple(
+            CheckpointLayer(
+                index=layer,
+                residual=_residual(observed, layer + 1),
+                heads=_heads(checkpoint, observed, weights, layer),
+                scores={name: finite(values[layer]) for name, values in scores.items() if values},
+                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed and unobserved is None else None,
+                what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
+                experts=_experts(found, measured.get(EXPERT, ()), layer),
+            )
+            for layer in range(L)
+        ),
+        scores=tuple(trust),
+        notes=tuple(notes),
+        unobserved=unobserved,
+    )
+
+
+def _experts(found: Sequence[dict[str, Any]], on: Sequence[int], layer: int) -> tuple[ExpertLoss, ...]:
+    """Return the experts of a layer; `on` has the layer of every expert that was measured on the windows."""
+    by_expert = [[window[EXPERT][place] for window in found] for place, other in enumerate(on) if other == layer]
+    return tuple(
+        ExpertLoss(
+            index=index,
+            what_if=mean_interval([loss for loss, _ in windows]),
+            share=sum(share for _, share in windows) / len(windows),
+        )
+        for index, windows in enumerate(by_expert)
+    )
+
+
+def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]]) -> list[ScoreTrust]:
+    """Return the rank correlation of each layer score with the what-if it predicts."""
+    rows = []
+    for score, values in scores.items():
+        lost = what_ifs.get(SCORES[score].what_if, {})
+        if lost and values:
+            correlation = spearman([values[layer] for layer in lost], [one.loss for one in lost.values()])
+            rows.append(ScoreTrust(score=score, what_if=SCORES[score].what_if, spearman=correlation, layers=len(lost)))
+    return rows
+
+
+def _residual(observed: Sequence[dict[str, Any]], state: int) -> Residual | None:
+    """Return the residual of X_ℓ, mean and spread over windows; None where the states were not observed."""
+    if not observed or not observed[0]["residuals"]:
+        return None
+    windows = [seen["residuals"][state] for seen in observed]
+    return residual_record(
+        {
+            center: {
+                norm: SampleResiduals(*torch.tensor([w[center][norm] for w in windows], dtype=torch.float64).unbind(1))
+                for norm in norms
+            }
+            for center, norms in windows[0].items()
+        }
+    )
+
+
+def _heads(
+    checkpoint: Checkpoint,
+    observed: Sequence[dict[str, Any]],
+    weights: Sequence[Sequence[CircuitSizes]],
+    layer: int,
+) -> tuple[CheckpointHead, ...]:
+    entries: list[dict[str, Any]] = [{"index": head} for head in range(checkpoint.heads)]
+    if observed and observed[0]["heads"]:
+        seen = combine([window["heads"][layer] for window in observed])
+        errors = seen.static_errors()
+        for head, entry in enumerate(entries):
+            entry |= {name: finite(getattr(seen, name)[head]) for name in _ON_TEXT}
+            entry["static"] = {name: finite(errors[i, head]) for i, name in enumerate(STATIC)}
+            entry["static_best"] = STATIC[int(errors[:, head].nan_to_num(nan=torch.inf).argmin())]
+    if weights:
+        for entry, sizes in zip(entries, weights[layer], strict=True):
+            entry |= {name: finite(size) for name, size in vars(sizes).items() if name != "score_norm"}
+    return tuple(CheckpointHead(**entry) for entry in entries)

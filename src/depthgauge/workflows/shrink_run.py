@@ -12,9 +12,10 @@ import msgspec
 import torch
 
 from depthgauge._version import __version__
+from depthgauge.base.format import counted
 from depthgauge.checkpoints.source.library import transformers
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
-from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint, parameter_count, wrap
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
@@ -27,14 +28,15 @@ from depthgauge.results.shrink_record import (
     TestedSize,
     check_shrink,
 )
-from depthgauge.results.shrink_verdicts import shrink_warnings
+from depthgauge.results.shrink_verdicts import objective_label, shrink_warnings
 from depthgauge.surgery.candidates import Candidates, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.certify import Certified, Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout
+from depthgauge.surgery.open_model import OpenedModel
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_model import has_written, record_file, sized_output
-from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, checked_gguf, write_documents
+from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, checked_gguf, type_notes, write_documents
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     PreparedEvaluation,
@@ -45,7 +47,6 @@ from depthgauge.workflows.evaluate_models import (
     prepare_evaluation,
     tasks_after,
 )
-from depthgauge.workflows.shrink_notes import shrink_notes
 from depthgauge.workflows.shrink_stages import (
     PLAN,
     Run,
@@ -330,3 +331,38 @@ class Finish:
         notes += [f"memory: {measured.held}"] if measured.held is not None else []
         notes += [] if checked is None else checked.notes
         return msgspec.structs.replace(record, notes=tuple(notes))
+
+
+# --- What a result of shrink says besides its numbers -----------------------------------------------------------------
+
+
+def shrink_notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
+    """Return what a reader should know about how a model was made and what its numbers are."""
+    checkpoint, notes = opened.checkpoint, [*opened.notes]
+    if isinstance(opened.stored, GgufLayout):
+        notes += type_notes(opened.stored, shrunk.encoded)
+    elif checkpoint.source is not None and checkpoint.source.gguf is not None:
+        notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+    if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
+        kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
+        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
+    if checkpoint.objective not in BY_TARGETS:
+        notes.append(
+            "the model is not a causal language model: the numbers say how far "
+            f"{objective_label(checkpoint.objective).output} from the dense model's, and no perplexity is claimed"
+        )
+        if checkpoint.measured is not checkpoint.model:
+            head = type(checkpoint.model).__name__
+            notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
+    if checkpoint.stream is not None:
+        notes.append(
+            "the weights were streamed: no text was sampled from the model, no weights were trained, and the speed of "
+            "transformers was not measured"
+        )
+    if shrunk.stages and not shrunk.repaired:
+        notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
+    if (looks := record.plan.looks()) > 1 and record.guarantee is not None and not record.guarantee.tested:
+        notes.append(
+            f"{counted(looks, 'size')} may have been measured on these certify windows; the bounds allow for it"
+        )
+    return notes

@@ -13,7 +13,7 @@ from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations, Step
 from depthgauge.checkpoints.blocks.block_runner import tokens_of
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import as_samples
+from depthgauge.checkpoints.inputs.windows import as_samples
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
@@ -39,7 +39,7 @@ from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
 from depthgauge.surgery.verify import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_model import require_room
 from depthgauge.workflows.needed_room import shrink_room
-from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
+from depthgauge.workflows.recover_run import recovery_on_text, recovery_on_windows
 
 PLAN, MEMORY, DIRECTORY, GGUF = "plan", "memory", "directory", "gguf"
 """What a run ends with: a plan, a model in memory, or one that is written and checked."""

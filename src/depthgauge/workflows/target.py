@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthgauge.base.errors import InputError, require_type
-from depthgauge.checkpoints.inputs.found_data import class_in_config, find_data
+from depthgauge.checkpoints.inputs.found_data import FoundData, check_files, checked_data, class_in_config, find_data
 from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source.model_files import Source, require_streamable
-from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS, ModelOptions, allows
+from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS, GaugeOptions, ModelOptions, allows, chosen_kinds
 
 if TYPE_CHECKING:
     from depthgauge.theory.network.network import SelfAttentionNetwork
@@ -129,3 +129,44 @@ def built_in_pair() -> "tuple[SelfAttentionNetwork, SelfAttentionNetwork]":
     small = large.rescale(SMALL_ETA)
     small.name, large.name = "small weights", "large weights"
     return small, large
+
+
+# --- What `gauge` is asked to do with a checkpoint, checked before torch or transformers is imported ------------------
+
+
+@dataclass(frozen=True)
+class GaugeRequest:
+    """A request that can be met as far as options and files tell.
+
+    - `target`, `given`: the checkpoint, and the options as they were given
+    - `asked`: the options with their defaults
+    - `kinds`: the what-ifs
+    - `data`: what the model is run on
+    - `source`: the files of the checkpoint; None for a model in memory
+    """
+
+    target: Target
+    given: GaugeOptions
+    asked: GaugeOptions
+    kinds: tuple[str, ...]
+    data: FoundData
+    source: Source | None
+
+
+def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], None]) -> GaugeRequest:
+    """Find the files of checked options; a model on the hub is downloaded if everything else is right, and it fits."""
+    asked = options.with_defaults(CHECKPOINTS)
+    assert asked.what_if is not None
+    kinds = chosen_kinds(asked.what_if)
+    data, source = checked_data(options), None
+    if len(data.texts) > 1:
+        raise InputError("gauge reads one text; give one file, or join the files")
+    if target.model is None:
+        assert target.name is not None
+        path = target.path or target.name
+        source = resolved(path, asked, message, reads_data=True)
+        data = checked_data(options, class_in_config(source))
+        check_files(source, data)
+    else:
+        data = checked_data(options, class_in_config(None, target.model))
+    return GaugeRequest(target, options, asked, () if asked.weights_only else kinds, data, source)

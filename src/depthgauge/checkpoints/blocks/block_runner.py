@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.blocks.attention_calls import Session, Watch
 from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output
-from depthgauge.checkpoints.inputs.samples import Inputs, Samples, few_windows, repeated
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples, few_windows, repeated
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthgauge.base.errors import is_out_of_memory
-from depthgauge.checkpoints.inputs.samples import IGNORED, Inputs, Samples, as_samples, shortened
+from depthgauge.checkpoints.inputs.windows import IGNORED, Inputs, Samples, as_samples, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, attempt
 from depthgauge.checkpoints.weights.load import OF_HEAD, Checkpoint
 from depthgauge.checkpoints.weights.stored_weights import free_memory

@@ -40,7 +40,7 @@ from depthgauge.checkpoints.blocks.block_runner import (
     unusual_states,
 )
 from depthgauge.checkpoints.blocks.model_output import require_output
-from depthgauge.checkpoints.inputs.samples import Inputs, few_windows, shortened
+from depthgauge.checkpoints.inputs.windows import Inputs, few_windows, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.weights.families import Family, Sublayer
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of, with_stack

@@ -29,7 +29,7 @@ from depthgauge.checkpoints.blocks.attention_calls import attending
 from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack, changed, hidden_in
 from depthgauge.checkpoints.blocks.model_output import require_output, window_losses
 from depthgauge.checkpoints.blocks.probe import derived
-from depthgauge.checkpoints.inputs.samples import ENCODED, Inputs, Samples
+from depthgauge.checkpoints.inputs.windows import ENCODED, Inputs, Samples
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.families import Family
 from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint

@@ -26,9 +26,9 @@ from depthgauge.checkpoints.blocks.model_output import (
     require_output,
     token_losses,
 )
-from depthgauge.checkpoints.inputs.samples import Windows
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.inputs.windows import (
+    Windows,
     body_length,
     special_tokens,
     surround,
