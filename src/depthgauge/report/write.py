@@ -1,11 +1,12 @@
 """Write the page of a result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, missing_extra, require_path, require_type
+from depthgauge.base.errors import InputError, OutputError, missing_extra, require_path, require_type
 from depthgauge.base.io import is_special, write_text
+from depthgauge.base.journal import Journal
 from depthgauge.report.page import Shown, render, render_page
 from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, EvaluateRecord, check_evaluate
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
@@ -60,6 +61,32 @@ def page_text(record: Shown) -> str:
 def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
     """Return one page about the sizes that a run of `shrink` made, as HTML."""
     return render_page(shrink_document(*records), plotly_code())
+
+
+def write_outputs(
+    result: Any,
+    out: str | Path | None,
+    report: str | Path | None,
+    overwrite: bool,
+    message: Callable[[str], None],
+    journal: Journal | None = None,
+) -> None:
+    """Write the document and the page of a result, where they are wanted, and say so.
+
+    Raises:
+        OutputError: a file cannot be written; its attribute `result` is the result.
+    """
+    journal = journal or Journal()
+    try:
+        if out is not None:
+            journal.write(out, result.dump(), overwrite)
+            message(f"result written to {out}")
+        if report is not None:
+            journal.write(report, page_text(result), overwrite)
+            message(f"page written to {report}")
+    except OutputError as error:
+        error.result = result
+        raise
 
 
 def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverRecord | EvaluateRecord:

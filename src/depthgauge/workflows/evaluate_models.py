@@ -1,7 +1,6 @@
 """Load checkpoints one after the other, let them answer tasks and read texts, and compare what was measured."""
 
 import gc
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from depthgauge.base.format import counted
 from depthgauge.base.journal import RECORD
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.tasks.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.tasks.known_tasks import ClozeText, cloze_items, lm_eval
@@ -24,9 +23,9 @@ from depthgauge.checkpoints.tasks.language import (
     Start,
     WindowLosses,
     measure_start,
+    perplexity_losses,
     plan_start,
     text_windows,
-    window_losses,
 )
 from depthgauge.checkpoints.weights.described import describe, opened
 from depthgauge.checkpoints.weights.load import Checkpoint
@@ -55,19 +54,19 @@ def evaluate_models(
     for path, model in models.items():
         for _, text in work.texts:
             text_windows(model.reader, text, settings.window, model.config, planned[path])  # raises if it is too short
-    found: list[ModelAnswers] = []
+    answers: list[ModelAnswers] = []
     for path, model in models.items():
         checkpoint = opened(model, message)
-        start = _decided_start(planned[path], checkpoint, model.reader, found[0].start if found else None)
+        start = _decided_start(planned[path], checkpoint, model.reader, answers[0].start if answers else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-        found.append(measure_model(work, checkpoint, model.reader, str(path), start, progress, message))
+        answers.append(measure_model(work, checkpoint, model.reader, str(path), start, progress, message))
         del checkpoint  # before the next one is loaded
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     notes = [note for path in sources for note in _notes_about(path, work)]
-    return evaluation_record(work, found, notes, time.perf_counter() - started)
+    return evaluation_record(work, answers, notes, time.perf_counter() - started)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +121,7 @@ def measure_model(
     losses = []
     for _, text in work.texts:
         windows = text_windows(tokenizer, text, settings.window, config, start)
-        losses.append(window_losses(checkpoint, tokenizer, windows, progress, message))
+        losses.append(perplexity_losses(checkpoint, tokenizer, windows, progress, message))
     about = checkpoint.describe()
     model = EvaluatedModel(
         name=name,
@@ -137,16 +136,16 @@ def measure_model(
 
 
 def evaluation_record(
-    work: PreparedEvaluation, found: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
+    work: PreparedEvaluation, models: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
 ) -> EvaluateRecord:
     """Compare what was measured of the models, item by item, with the first of them."""
     # It imports scipy.stats, which takes about a second; `shrink` without tasks does not need it.
     from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
 
-    confidence, dense = work.settings.confidence, found[0]
+    confidence, dense = work.settings.confidence, models[0]
     tasks, main = [], []
     for name in work.tasks:
-        answers = [one.answers[name] for one in found]
+        answers = [model.answers[name] for model in models]
         assert len({one.sha256 for one in answers}) == 1, name  # the same items and prompts for all
         metrics = [metric for metric in METRICS if all(metric in one.right for one in answers)]
         for metric in sorted(metrics):
@@ -167,12 +166,12 @@ def evaluation_record(
                 )
             )
     mean = []
-    for k in range(len(found) if len(main) > 1 else 0):
+    for k in range(len(models) if len(main) > 1 else 0):
         ours, theirs = [task[k] for task in main], [task[0] for task in main]
         mean.append(mean_record(ours, theirs if k else None, confidence))
     texts, notes = [], [*notes]
     for index, (name, _) in enumerate(work.texts):
-        losses = [one.losses[index] for one in found]
+        losses = [model.losses[index] for model in models]
         for (count, n), unread in {(tuple(one.windows.ids.shape), one.windows.unread): None for one in losses}:
             read = f"perplexity on {name}: {counted(count, 'window')} of {n} tokens"
             notes += [f"{read}; the last {counted(unread, 'token')} of the text do not fill one"] * bool(unread)
@@ -186,21 +185,15 @@ def evaluation_record(
                 results=tuple(one.record(losses[0] if k else None) for k, one in enumerate(losses)),
             )
         )
-    libraries = {"transformers": transformers(), **({"lm-eval": lm_eval()} if work.tasks else {})}
     return EvaluateRecord(
         version=__version__,
-        models=tuple(one.model for one in found),
+        models=tuple(model.model for model in models),
         tasks=tuple(tasks),
         mean=tuple(mean),
         texts=tuple(texts),
         settings=work.settings,
         notes=tuple(notes),
-        versions={
-            "depthgauge": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            **{name: str(library.__version__) for name, library in libraries.items()},
-        },
+        versions=library_versions(**({"lm-eval": str(lm_eval().__version__)} if work.tasks else {})),
         seconds=seconds,
     )
 

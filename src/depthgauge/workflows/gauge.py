@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._version import __version__
-from depthgauge.base.errors import OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import input_paths
-from depthgauge.report.write import check_page, page_text, write_report
+from depthgauge.report.write import check_page, write_outputs, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.results.record import take_directory
@@ -74,15 +73,15 @@ def gauge(
     1
     """
     started, tokenizer = time.perf_counter(), take_directory(tokenizer, fields)
-    found, asked = resolve_target(target), make_options(options, fields)
-    asked.check(found.kind, found.description)
+    chosen, asked = resolve_target(target), make_options(options, fields)
+    asked.check(chosen.kind, chosen.description)
     if report is not None:
         check_page(report)
     with Journal(out, overwrite=overwrite, message=message) as journal:
-        inputs = {"TARGET": found.path} | input_paths(asked)
+        inputs = {"TARGET": chosen.path} | input_paths(asked)
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        if found.kind == CHECKPOINTS:
-            request = check_gauge(found, asked, message)
+        if chosen.kind == CHECKPOINTS:
+            request = check_gauge(chosen, asked, message)
             from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint  # torch and transformers take seconds
 
             settings, subject = gauge_checkpoint(request, tokenizer, journal, progress, message)
@@ -91,20 +90,11 @@ def gauge(
         else:
             from depthgauge.workflows.gauge_network import gauge_networks
 
-            journal.begin({"target": found.description, **asked.to_json()})
-            settings, subjects = gauge_networks(found, asked, progress)
+            journal.begin({"target": chosen.description, **asked.to_json()})
+            settings, subjects = gauge_networks(chosen, asked, progress)
             seconds = None
         result = GaugeResult(version=__version__, settings=settings, subjects=subjects, seconds=seconds)
-        try:
-            if out is not None:
-                journal.write(out, result.dump(), overwrite)
-                message(f"result written to {out}")
-            if report is not None:
-                journal.write(report, page_text(result), overwrite)
-                message(f"page written to {report}")
-        except OutputError as error:
-            error.result = result
-            raise
+        write_outputs(result, out, report, overwrite, message, journal)
     return result
 
 

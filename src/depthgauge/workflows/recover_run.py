@@ -1,6 +1,5 @@
 """One run of `recover`: read both models and the texts, train, measure, write, and check what was written."""
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.inputs.windows import WINDOW, Inputs, as_samples
-from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.source.model_files import Source, file_digests
 from depthgauge.checkpoints.tasks.confidence import mean_interval
@@ -137,12 +136,7 @@ def run_recovery(
         settings=settings,
         evaluation=evaluation,
         notes=(*calibration.notes, *notes),
-        versions={
-            "depthgauge": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "transformers": str(transformers().__version__),
-        },
+        versions=library_versions(),
         seconds=time.perf_counter() - started,
         out=None if out is None else str(out),
     )

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from depthgauge._version import __version__
 from depthgauge.base.format import counted
-from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint, parameter_count, wrap
 from depthgauge.results.evaluate_options import EvaluateOptions
@@ -312,13 +311,7 @@ class Finish:
             evaluation=measured.evaluation,
             plan=plan_of(run, work, shrunk.removed, shrunk.candidates),
             notes=(),
-            versions={
-                "depthgauge": __version__,
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "transformers": str(transformers().__version__),
-                "machine": platform.machine(),
-            },
+            versions=library_versions(machine=platform.machine()),
             seconds=time.perf_counter() - run.started,
             out=None if out is None else str(out),
         )

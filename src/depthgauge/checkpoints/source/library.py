@@ -1,5 +1,6 @@
 """Access to the optional transformers library: a lazy import, an error that names the extra, silenced output."""
 
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from importlib import import_module
 from logging import getLogger
 from typing import Any
 
+from depthgauge._version import __version__
 from depthgauge.base.errors import InputError, is_out_of_memory, missing_extra
 from depthgauge.base.format import one_line
 
@@ -26,6 +28,13 @@ def transformers() -> Any:
     except ImportError as error:
         raise missing_extra("a checkpoint", "models") from error
     return library
+
+
+def library_versions(**others: str) -> dict[str, str]:
+    """Return the versions that a result depends on: of depthgauge, Python, torch and transformers, and `others`."""
+    libraries = {"torch": import_module("torch"), "transformers": transformers()}
+    found = {name: str(library.__version__) for name, library in libraries.items()}
+    return {"depthgauge": __version__, "python": platform.python_version(), **found, **others}
 
 
 @contextmanager

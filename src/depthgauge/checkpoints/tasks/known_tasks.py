@@ -104,15 +104,15 @@ class ClozeText:
     items: tuple[ClozeItem, ...]
 
 
-def cloze_items(text: str | Path | None = None, seed: int = 0) -> ClozeText:
+def cloze_items(text: str | Path | None = None) -> ClozeText:
     """Build the items of a text: a path, `path:field` for a JSONL file, or None for the built-in text.
 
     The text is cut into pieces of `PIECE` words. Every piece but the first ones is the true continuation of the words
     before it. The wrong ones are other pieces of similar length.
     """
     found = find_text(text)
-    content = read_text(found, _no_chat, wanted=MOST_ITEMS, length=CONTEXT + PIECE, seed=seed)
-    draw = random.Random(seed)
+    content = read_text(found, _no_chat, wanted=MOST_ITEMS, length=CONTEXT + PIECE, seed=0)
+    draw = random.Random(0)
     passages = [_pieces(part) for part in content.pieces]
     places = [(p, k) for p, pieces in enumerate(passages) for k in range(_APART, len(pieces))]
     every = [(p, k) for p, pieces in enumerate(passages) for k in range(len(pieces))]

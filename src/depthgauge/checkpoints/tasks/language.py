@@ -287,7 +287,7 @@ def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any
 
 
 @torch.no_grad()
-def window_losses(
+def perplexity_losses(
     checkpoint: Checkpoint, tokenizer: Any, windows: Windows, progress: Step, message: Callable[[str], None]
 ) -> WindowLosses:
     """Measure the mean loss of every window, in nats per predicted token."""

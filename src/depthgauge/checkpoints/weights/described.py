@@ -72,17 +72,17 @@ def describe(
         has_reader: whether its tokenizer or processor is needed.
         may_stream: whether weights that do not fit into memory may be streamed.
     """
-    found, stack, reader = data or FoundData(), getattr(options, "stack", None), None
+    inputs, stack, reader = data or FoundData(), getattr(options, "stack", None), None
     if source is None:
         for name in options.given():
             if name in ABOUT_FILES:
                 raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
         name = getattr(model, "name_or_path", "") or type(model).__name__
-        require_kind(type(model), model.config, name, found)
+        require_kind(type(model), model.config, name, inputs)
         if has_reader:
-            reader = load_reader(None, Placement(), found.kind, tokenizer)
-        whole = prepared(wrap(model, name), found, stack)
-        return Described(None, whole, model.config, reader, Placement(), found, stack)
+            reader = load_reader(None, Placement(), inputs.kind, tokenizer)
+        whole = prepared(wrap(model, name), inputs, stack)
+        return Described(None, whole, model.config, reader, Placement(), inputs, stack)
     placement = Placement.of(options)
     config = load_config(source, placement, data)
     chosen, objective = loader_of(config, source)
@@ -91,11 +91,11 @@ def describe(
             f"{source.target} is a {config.model_type} model; this command needs a causal language model"
         )
     if has_reader:
-        reader = load_reader(source, placement, found.kind, tokenizer)
+        reader = load_reader(source, placement, inputs.kind, tokenizer)
     if may_stream:
         placement = fitted(source, config, placement, message)
-    whole = prepared(describe_model(source, config, chosen, objective, placement), found, stack)
-    return Described(source, whole, config, reader, placement, found, stack)
+    whole = prepared(describe_model(source, config, chosen, objective, placement), inputs, stack)
+    return Described(source, whole, config, reader, placement, inputs, stack)
 
 
 def opened(described: Described, message: Callable[[str], None] = no_message) -> Checkpoint:
@@ -114,8 +114,8 @@ def describe_model(source: Source, config: Any, chosen: Any, objective: str, pla
     name, dtype = source.target, placement.torch_dtype()
     if not isinstance(dtype, torch.dtype):
         has_files = source.gguf is not None or bool(weight_files(source))
-        found = stored_dtype(config, source) if has_files else getattr(config, "dtype", None)
-        dtype = found if isinstance(found, torch.dtype) else torch.float32
+        stored = stored_dtype(config, source) if has_files else getattr(config, "dtype", None)
+        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     model = built_model(name, config, chosen, allows(placement, "code"), dtype=dtype)
     return wrap(model, name, source, objective)
 
@@ -128,24 +128,24 @@ class SpeechReader:
     tokenizer: Any
 
 
-def load_reader(source: Source | None, placement: Placement, kind: InputKind, given: Any) -> Any:
-    """Return the tokenizer or the processor of a checkpoint, or the one that is `given` with a model in memory."""
+def load_reader(source: Source | None, placement: Placement, kind: InputKind, own: Any) -> Any:
+    """Return the tokenizer or the processor of a checkpoint, or `own`, that of a model in memory."""
     what = {IMAGES: "image processor", RECORDINGS: "processor"}.get(kind, "tokenizer")
     if source is None:
-        if given is None:
+        if own is None:
             raise InputError(f"a model in memory needs its {what}; give tokenizer=…")
-        if kind is RECORDINGS and not (hasattr(given, "feature_extractor") and hasattr(given, "tokenizer")):
+        if kind is RECORDINGS and not (hasattr(own, "feature_extractor") and hasattr(own, "tokenizer")):
             raise InputError(
                 f"tokenizer must be the processor of the model, with a feature extractor and a tokenizer, got "
-                f"{type(given).__name__}; give a WhisperProcessor"
+                f"{type(own).__name__}; give a WhisperProcessor"
             )
-        return given
+        return own
     require_processor(source, kind)
     if kind is IMAGES:
-        if given is not None:
+        if own is not None:
             raise InputError(f"{source.target} is on disk and has its own image processor; leave tokenizer=… out")
         return _processor(source, placement, kind, transformers().AutoImageProcessor)
-    tokenizer = load_tokenizer(source, placement, given)
+    tokenizer = load_tokenizer(source, placement, own)
     if kind is not RECORDINGS:
         return tokenizer
     return SpeechReader(_processor(source, placement, kind, transformers().AutoFeatureExtractor), tokenizer)
