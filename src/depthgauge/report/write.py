@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, OutputError, missing_extra, require_path, require_type
+from depthgauge.base.errors import InputError, OutputError, optional, require_path, require_type
 from depthgauge.base.io import is_special, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.report.page import Shown, render, render_page
@@ -109,9 +109,5 @@ def check_page(path: str | Path) -> None:
 
 def plotly_code() -> str:
     """Return the source code of plotly.js, which the page contains; raise if a package of the extra is missing."""
-    try:
-        import jinja2  # noqa: F401 - `render` needs it
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise missing_extra("the page", "report") from error
-    return str(get_plotlyjs())
+    optional("jinja2", "the page", "report")  # `render` needs it
+    return str(optional("plotly.offline", "the page", "report").get_plotlyjs())

@@ -48,12 +48,12 @@ class ModelOptions(Record, frozen=True, kw_only=True):
     Attributes:
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
             GGUF metadata says and otherwise measures.
-        dtype: Number type. float32, bfloat16, …  [default: float32 on a CPU, the checkpoint's own on a GPU]. If
-            `shrink` writes a GGUF file, also the type of changed weights whose own type cannot be written, such as
-            Q4_K: Q8_0  [default], Q5_1, F16, ….
-        device: Device, such as cpu or cuda:1.  [default: a GPU if there is one]. spread: all devices, as transformers
-            divides a model; stream, or stream:cuda:1: leave the weights on the disk and bring one block at a time to
-            the device, which is done by itself if they do not fit.
+        dtype: Number type: float32, bfloat16, …. By default it is float32 on a CPU, and the checkpoint's
+            own on a GPU. If `shrink` writes a GGUF file, also the type of changed weights whose own type cannot be
+            written, such as Q4_K: Q8_0  [default], Q5_1, F16, ….
+        device: Device: cpu, cuda:1, spread, stream. By default it is a GPU if there is one. spread divides the model
+            over all devices, as transformers does. stream, or stream:cuda:1, leaves the weights on the disk and brings
+            one block at a time to the device, as is done where they do not fit.
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
         allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
             the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,

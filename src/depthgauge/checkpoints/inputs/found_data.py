@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, missing_extra
+from depthgauge.base.errors import InputError, optional
 from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.inputs.text_files import JSONL, TextFile, find_texts, given_paths, parse_line
 from depthgauge.checkpoints.source.library import CheckpointError
@@ -263,11 +263,7 @@ def _in_folder(folders: Sequence[str], others: Sequence[str]) -> FoundData:
 
 def pillow() -> Any:
     """Import and return the module of Pillow that reads images."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise missing_extra("reading images", "images") from error
-    return Image
+    return optional("PIL.Image", "reading images", "images")
 
 
 def _transcript(file: Path) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from depthgauge.base.errors import InputError, missing_extra
+from depthgauge.base.errors import InputError, optional
 from depthgauge.checkpoints.source.library import short
 from depthgauge.results.gauge_options import NONE
 
@@ -394,10 +394,7 @@ def hub_documents(data: HubData, render: Callable[[list[Any]], str]) -> Generato
 
 
 def _records(data: HubData) -> Iterator[dict[str, Any]]:
-    try:
-        library: Any = import_module("datasets")
-    except ImportError as error:
-        raise missing_extra("a data set on the hub", "train") from error
+    library = optional("datasets", "a data set on the hub", "train")
     try:
         with quiet_datasets(), offline_if_unreachable():
             yield from library.load_dataset(data.repo, revision=data.revision, split="train", streaming=True)

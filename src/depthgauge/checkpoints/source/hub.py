@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from depthgauge.base.errors import missing_extra
+from depthgauge.base.errors import optional
 from depthgauge.base.progress import no_message
 from depthgauge.checkpoints.source.library import CheckpointError, short
 from depthgauge.checkpoints.source.model_files import (
@@ -155,12 +156,9 @@ def _download(
 
 
 def _library() -> Any:
-    try:
-        import huggingface_hub
-        from huggingface_hub import constants, errors  # noqa: F401  # lazy modules
-    except ImportError as error:
-        raise missing_extra("a model on the hub", "models") from error
-    return huggingface_hub
+    for lazy in ("constants", "errors"):
+        optional(f"huggingface_hub.{lazy}", "a model on the hub", "models")
+    return import_module("huggingface_hub")
 
 
 def _cached(library: Any, name: HubName, files: Collection[str]) -> Path | None:

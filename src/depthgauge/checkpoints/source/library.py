@@ -11,7 +11,7 @@ from logging import getLogger
 from typing import Any
 
 from depthgauge._version import __version__
-from depthgauge.base.errors import InputError, is_out_of_memory, missing_extra
+from depthgauge.base.errors import InputError, is_out_of_memory, optional
 from depthgauge.base.format import one_line
 
 
@@ -21,13 +21,7 @@ class CheckpointError(InputError):
 
 def transformers() -> Any:
     """Import and return transformers; if it is missing, raise an error that names the extra to install."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import transformers as library
-    except ImportError as error:
-        raise missing_extra("a checkpoint", "models") from error
-    return library
+    return optional("transformers", "a checkpoint", "models")
 
 
 def library_versions(**others: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from depthgauge.base.errors import missing_extra
+from depthgauge.base.errors import missing_extra, optional
 from depthgauge.base.format import counted
 from depthgauge.checkpoints.source.library import CheckpointError, attempt, short
 from depthgauge.results.checkpoint_subject import HubModel
@@ -138,10 +138,7 @@ def _needed(cursor: _Cursor, name: str) -> int:
 
 def _type_sizes() -> dict[int, tuple[int, int]]:
     """Return entries and bytes per block by the number of a tensor type."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise missing_extra("a GGUF file", "models") from error
+    gguf = optional("gguf", "a GGUF file", "models")
     return {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
 
 

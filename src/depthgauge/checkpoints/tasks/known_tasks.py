@@ -5,14 +5,12 @@ It needs no download. Its items are built from the built-in text or from the use
 """
 
 import random
-import warnings
 from bisect import bisect_left
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, missing_extra, unknown_name
+from depthgauge.base.errors import InputError, optional, unknown_name
 from depthgauge.checkpoints.inputs.text_files import find_text, read_text
 from depthgauge.results.evaluate_options import CLOZE
 
@@ -25,12 +23,7 @@ class TaskError(InputError):
 
 def lm_eval() -> Any:
     """Import and return lm_eval; if it is missing, raise an error that names the extra to install."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return import_module("lm_eval")
-    except ImportError as error:
-        raise missing_extra("evaluate --tasks", "eval") from error
+    return optional("lm_eval", "evaluate --tasks", "eval")
 
 
 def task_folders(name: str) -> list[Path]:
