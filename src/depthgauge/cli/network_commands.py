@@ -124,14 +124,14 @@ def collapse(
     check_outputs({"--out": out, "--witness": witness}, read, overwrite=overwrite)
     inputs = None if tokens is None else load_tokens(tokens, length)
     with progress_bar("collapsing") as progress:
-        found = collapse_file(
+        collapsed = collapse_file(
             network, method, radius=radius, ball=ball, inputs=inputs, tokens=length if inputs is None else None,
             effort=effort, seed=seed, progress=progress,
         )  # fmt: skip
     try:
-        found.save(out, witness)
+        collapsed.save(out, witness)
     finally:
-        _print_collapse(found.record, as_json)  # also if a file cannot be written
+        _print_collapse(collapsed.record, as_json)  # also if a file cannot be written
     for what, place in (("network", out), ("witness", witness)):
         if place is not None:
             note(f"{what} written to {place}")
@@ -231,14 +231,14 @@ def _store(grid: Path | None, store: Path | None, status: Path | None, export: P
     return path
 
 
-def _print_status(found: "SweepStatus", asked: bool) -> None:
+def _print_status(status: "SweepStatus", asked: bool) -> None:
     """Print the status: to standard output if it was asked for, to standard error after a run."""
-    lines = [f"{found.store}: {found.count}; rows {found.rows_sha256[:16]}…"]
+    lines = [f"{status.store}: {status.count}; rows {status.rows_sha256[:16]}…"]
     if asked:
-        lines += [f"  {grid.name or 'grid'}: {grid.count}" for grid in found.grids]
-        if found.running is not None:
-            lines.append(f"  running: {found.running}")
-    for failure in found.errors[:3]:
+        lines += [f"  {grid.name or 'grid'}: {grid.count}" for grid in status.grids]
+        if status.running is not None:
+            lines.append(f"  running: {status.running}")
+    for failure in status.errors[:3]:
         lines.append(f"  failed: {failure.error} (retry with --retry-failed)")
     for line in lines:
         typer.echo(line, err=not asked)

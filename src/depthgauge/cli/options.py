@@ -72,12 +72,12 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
         fields = [*record.__annotations__, *shared]
 
         @functools.wraps(command)
-        def run(*args: Any, **given: Any) -> None:
-            del given["help_all"]
-            chosen = {name: given.pop(name) for name in fields}
+        def run(*args: Any, **arguments: Any) -> None:
+            del arguments["help_all"]
+            chosen = {name: arguments.pop(name) for name in fields}
             plain = {name: _plain(value) for name, value in chosen.items()}
             options = record(**{name: value for name, value in plain.items() if value is not None})
-            command(*args, options=options, **given)
+            command(*args, options=options, **arguments)
 
         parameters = []
         for name, parameter in inspect.signature(command).parameters.items():

@@ -80,7 +80,7 @@ def claims(
         return
     with progress_bar("searching") as progress:
         findings = run(chosen, budget, progress=progress)
-    shown = Findings(found for found in findings if verdict in (None, found.verdict))
+    shown = Findings(finding for finding in findings if verdict in (None, finding.verdict))
     try:
         if out is not None:
             write_text(out, page(findings), replace=overwrite)
@@ -104,7 +104,10 @@ def _print_table(findings: "Findings") -> None:
     from depthgauge.papers.ledger.claim import ratio_text
 
     console = Console()
-    rows = [(found.id, found.verdict, ratio_text(found.ratio), found.statement, found.reason()) for found in findings]
+    rows = [
+        (finding.id, finding.verdict, ratio_text(finding.ratio), finding.statement, finding.reason())
+        for finding in findings
+    ]
     room = console.width - sum(max(map(len, cells)) + 3 for cells in list(zip(*rows, strict=True))[:3]) - 4
     if room < _STATEMENT:
         print_terms({id: f"{verdict}, ratio {ratio}: {statement}" for id, verdict, ratio, statement, _ in rows})
@@ -162,11 +165,11 @@ def separate(
 
     with progress_bar("drawing") as step:
         setting = build_setting(kind, attention=attention, x=x, n=n, d=d, m=m, a0=a0, a1=a1, b=b, c=c)
-        found = separate_setting(setting, models, seed, step)
+        separation = separate_setting(setting, models, seed, step)
     if as_json:
-        print_json(found.to_json())
+        print_json(separation.to_json())
     else:
-        typer.echo(found.summary())
+        typer.echo(separation.summary())
 
 
 _EXAMPLES = """

@@ -84,10 +84,10 @@ class LaunchedCommand:
     def check_placement(self, options: Any) -> None:
         """Raise an InputError if options place the models of all processes on the same devices."""
         place = (options.device or "").removeprefix("stream:")
-        given = f"--device {options.device}" if options.is_spread or ":" in place else None
-        if given is not None and self.count > 1:
+        flag = f"--device {options.device}" if options.is_spread or ":" in place else None
+        if flag is not None and self.count > 1:
             raise InputError(
-                f"{given} cannot be combined with several processes, each of which has its own GPU; leave it out, or "
+                f"{flag} cannot be combined with several processes, each of which has its own GPU; leave it out, or "
                 "start one process without torchrun"
             )
 

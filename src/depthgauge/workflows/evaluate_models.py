@@ -213,16 +213,16 @@ def fall_warnings(before: ModelAnswers, after: ModelAnswers) -> list[str]:
     """Return a warning for each task that the recovered model answers worse than before, surely, item by item."""
     from depthgauge.checkpoints.tasks.confidence import accuracy_record
 
-    found = []
+    warnings = []
     for name, answers in after.answers.items():
         metric = next(metric for metric in METRICS if metric in answers.right)
-        one = accuracy_record(answers.right[metric], before.answers[name].right[metric])
-        if one.high is not None and one.high < 0:
-            found.append(
-                f"warning: the recovery lowered the loss and the accuracy on {name}, by {difference_text(one)} points; "
-                "train on text that is more general, with --general"
+        change = accuracy_record(answers.right[metric], before.answers[name].right[metric])
+        if change.high is not None and change.high < 0:
+            warnings.append(
+                f"warning: the recovery lowered the loss and the accuracy on {name}, by {difference_text(change)} "
+                "points; train on text that is more general, with --general"
             )
-    return found
+    return warnings
 
 
 def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedEvaluation) -> list[str]:

@@ -195,8 +195,8 @@ def _measured(
     measured = {kind: layers for kind, layers in measured.items() if layers}
     if checkpoint.objective == "embedding" and request.source is not None:
         notes += pooling_notes(request.source.folder)
-    found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
-    return subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+    by_window = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
+    return subject_record(checkpoint, weights, notes, text, by_window, measured, unobserved=probed.attention)
 
 
 def _fewer(text: TextWindows, asked: GaugeOptions) -> list[str]:
@@ -263,8 +263,8 @@ def measure_windows(
         What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
         expert, the loss and the share of tokens.
     """
-    found = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
-    left = [index for index, known in enumerate(found) if {"observed", *measured} - known.keys()]
+    by_window = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
+    left = [index for index, known in enumerate(by_window) if {"observed", *measured} - known.keys()]
     with attending(checkpoint.model) if probed.attention is None else nullcontext(Session()) as session:
         runner, size, length = None, 1, as_samples(inputs).main.shape[1]
         if probed.blocks is None:
@@ -273,7 +273,7 @@ def measure_windows(
             most = max(map(len, measured.values()), default=len(runner))
             size = max(1, states_in_memory(runner.embed(inputs[:1])) // most)
         for together in _groups(inputs, left, size):
-            group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together).long()]
+            group, windows = {index: by_window[index] for index in together}, inputs[torch.tensor(together).long()]
             if isinstance(windows, Samples):
                 windows = windows.unpadded()  # padding is nothing to observe
             if runner is not None and as_samples(windows).main.shape[1] != length:
@@ -293,7 +293,7 @@ def measure_windows(
                     for known, losses in zip(group.values(), what_if_losses(dense, kind, on, progress), strict=True):
                         known[kind] = losses
                 _keep(journal, group)
-    return found
+    return by_window
 
 
 def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
@@ -302,7 +302,7 @@ def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
     for index in left:
         window = as_samples(inputs[index : index + 1]).unpadded()
         by_length.setdefault(window.main.shape[1], []).append(index)
-    return [one[start : start + size] for one in by_length.values() for start in range(0, len(one), size)]
+    return [indices[start : start + size] for indices in by_length.values() for start in range(0, len(indices), size)]
 
 
 def _keep(journal: Journal, group: Mapping[int, dict[str, Any]]) -> None:
@@ -314,10 +314,10 @@ def what_if_losses(dense: DenseStates, kind: str, on: Sequence[int], progress: S
     """Return, for every window, the loss of each layer in `on` in a what-if; for every expert, also its share."""
     objective, experts = Objective(dense.runner, dense.inputs, dense.final), ExpertWhatIfs(dense.runner)
     models = [(Edit(layer, kind, place - on.index(layer)),) for place, layer in enumerate(on)]
-    found: dict[Edits, Tensor] = {}
+    by_model: dict[Edits, Tensor] = {}
     for some in edited_losses(objective, dense, models, experts=experts, progress=progress, label=f"what if, {kind}"):
-        found |= some
-    losses = (torch.stack([found[edits] for edits in models], dim=1) - objective(dense.final)[:, None]).tolist()
+        by_model |= some
+    losses = (torch.stack([by_model[edits] for edits in models], dim=1) - objective(dense.final)[:, None]).tolist()
     if kind != EXPERT:
         return losses
     shares = [experts.shares[edit.layer, edit.expert] for (edit,) in models]
@@ -335,19 +335,19 @@ def subject_record(
     weights: Sequence[Sequence[CircuitSizes]],
     notes: Sequence[str],
     text: TextWindows | None = None,
-    found: Sequence[dict[str, Any]] = (),
+    by_window: Sequence[dict[str, Any]] = (),
     measured: Mapping[str, Sequence[int]] = MappingProxyType({}),
     unobserved: str | None = None,
 ) -> CheckpointSubject:
-    """Combine what was found window by window into the record of one checkpoint.
+    """Combine what was measured window by window into the record of one checkpoint.
 
-    `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
+    `weights` has the circuit sizes by layer and head, empty where the family is not known; `by_window` is the result of
     `measure_windows` for the layers `measured` of each what-if. `unobserved` says why the
     attention was not observed.
     """
-    L, observed = checkpoint.layers, [window["observed"] for window in found]
+    L, observed = checkpoint.layers, [window["observed"] for window in by_window]
     what_ifs = {
-        kind: {layer: mean_interval([window[kind][place] for window in found]) for place, layer in enumerate(on)}
+        kind: {layer: mean_interval([window[kind][place] for window in by_window]) for place, layer in enumerate(on)}
         for kind, on in measured.items()
         if kind != EXPERT
     }
@@ -374,7 +374,7 @@ def subject_record(
                 scores={name: finite(values[layer]) for name, values in scores.items() if values},
                 fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed and unobserved is None else None,
                 what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
-                experts=_experts(found, measured.get(EXPERT, ()), layer),
+                experts=_experts(by_window, measured.get(EXPERT, ()), layer),
             )
             for layer in range(L)
         ),
@@ -384,9 +384,9 @@ def subject_record(
     )
 
 
-def _experts(found: Sequence[dict[str, Any]], on: Sequence[int], layer: int) -> tuple[ExpertLoss, ...]:
+def _experts(by_window: Sequence[dict[str, Any]], on: Sequence[int], layer: int) -> tuple[ExpertLoss, ...]:
     """Return the experts of a layer; `on` has the layer of every expert that was measured on the windows."""
-    by_expert = [[window[EXPERT][place] for window in found] for place, other in enumerate(on) if other == layer]
+    by_expert = [[window[EXPERT][place] for window in by_window] for place, other in enumerate(on) if other == layer]
     return tuple(
         ExpertLoss(
             index=index,

@@ -53,7 +53,9 @@ class NeededRoom:
 def room_of(whole: Checkpoint, is_streamed: bool, windows: int, tokens: int) -> NeededRoom:
     """Return what a model needs that keeps the states of so many windows of so many tokens at once."""
     model = whole.model
-    weights = streamed_bytes(model, whole.layers) if is_streamed else sum(one.nbytes for one in model.parameters())
+    weights = (
+        streamed_bytes(model, whole.layers) if is_streamed else sum(weight.nbytes for weight in model.parameters())
+    )
     kept = (whole.layers + 1) * windows * tokens
     return NeededRoom(weights, kept * int(whole.config.hidden_size) * model.dtype.itemsize if kept else 0)
 

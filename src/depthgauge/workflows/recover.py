@@ -80,10 +80,10 @@ def recover(
     with Journal(out, overwrite=overwrite, message=message) as journal:
         inputs = {"MODEL": _path(model), "--teacher": _path(teacher)} | input_paths(settings)
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        small, source = (resolved(one, settings, message) for one in (model, teacher))
+        small, source = (resolved(path, settings, message) for path in (model, teacher))
         if out is not None:
-            for one in (small, source):
-                check_output_directory(out, one, overwrite or journal.has_written(out))
+            for model_source in (small, source):
+                check_output_directory(out, model_source, overwrite or journal.has_written(out))
             if journal.is_continued:
                 remove_unfinished(out)
         from depthgauge.workflows.recover_run import run_recovery  # torch and transformers take seconds

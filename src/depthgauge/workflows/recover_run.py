@@ -113,16 +113,16 @@ def run_recovery(
     def answers(checkpoint: Checkpoint, name: str) -> list[ModelAnswers]:
         return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress, message)]
 
-    found = [*answers(teacher, teacher.name), *answers(student, student.name)]
+    compared = [*answers(teacher, teacher.name), *answers(student, student.name)]
     made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)
     stored = stored_dtype(smaller.config, small) if small.gguf is None and settings.dtype in (None, "auto") else None
     model = student.model if stored is None else cast(student.model, stored)
     after = certifier.measure(model, "recovered model")
-    found += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)
+    compared += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)
     notes = [] if made.kept else ["the training gained less than its standard error, so the weights are unchanged"]
     evaluation = None
     if work is not None:
-        evaluation = evaluation_record(work, found, fall_warnings(*found[1:]), time.perf_counter() - started)
+        evaluation = evaluation_record(work, compared, fall_warnings(*compared[1:]), time.perf_counter() - started)
     record = RecoverRecord(
         version=__version__,
         name=student.name,
@@ -174,20 +174,20 @@ def _written(
 
 def _texts(calibration: Calibration, teacher: Any, before: Any, after: Any) -> tuple[RecoveredText, ...]:
     """Return the objective of the three models on the certify windows of every source."""
-    found = []
+    texts = []
     for index, source in enumerate(calibration.record.sources):
         chosen = calibration.certify.source == index
         if not bool(chosen.any()):
             continue
         interval = mean_interval((after - before)[chosen].tolist())
-        found.append(
+        texts.append(
             RecoveredText(
                 kind=source.kind, name=source.name, windows=int(chosen.sum()), teacher=finite(teacher[chosen].mean()),
                 before=finite(before[chosen].mean()), after=finite(after[chosen].mean()), change=interval.loss,
                 low=interval.low, high=interval.high,
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(texts)
 
 
 # --- What a recovery trains on, also in shrink ------------------------------------------------------------------------

@@ -101,8 +101,8 @@ class ShrinkResult:
             overwrite=overwrite,
             is_spread=record.plan.settings.is_spread,
         ) as checked:
-            found = certifier.run(self.model) if checked.found is None else checked.found
-            certified = certifier.certified(found, record.plan.looks(tested), limit, tested)
+            losses = certifier.run(self.model) if checked.found is None else checked.found
+            certified = certifier.certified(losses, record.plan.looks(tested), limit, tested)
             size = msgspec.structs.replace(record.bytes, after=checked.size)
             record = msgspec.structs.replace(
                 record, loss=certified.loss, texts=certified.texts, accuracy=certified.accuracy,
@@ -190,9 +190,11 @@ def shrink(
         run = Run(settings, followed, journal, progress, message)
         made = make_models(run, model, source, tokenizer, makes, out, overwrite)
         if report is not None:
-            journal.write(report, sizes_page_text([one.record for one in made]), overwrite)
+            journal.write(report, sizes_page_text([finished.record for finished in made]), overwrite)
             message(f"page written to {report}")
-    results = tuple(ShrinkResult(one.record, one.model, one.work.opened, one.certifier) for one in made)
+    results = tuple(
+        ShrinkResult(finished.record, finished.model, finished.work.opened, finished.certifier) for finished in made
+    )
     return replace(results[-1], sizes=results)
 
 
@@ -235,10 +237,10 @@ def plan_shrink(
         from depthgauge.workflows.shrink_run import make_plan
         from depthgauge.workflows.shrink_stages import Run
 
-        found = make_plan(Run(settings, None, journal, progress, message), model, source, tokenizer)
+        plan = make_plan(Run(settings, None, journal, progress, message), model, source, tokenizer)
         if out is not None:
-            journal.write(out, found.dump(), overwrite)
-    return found
+            journal.write(out, plan.dump(), overwrite)
+    return plan
 
 
 def _settings(
@@ -253,14 +255,14 @@ def _settings(
         file = settings.remove
         plan, settings = read_plan(file), msgspec.structs.replace(settings, remove=None)
     if plan is not None:
-        given = settings.given()
-        for name in given:
+        chosen = settings.given()
+        for name in chosen:
             if name not in (*ABOUT_FILES, "allow", "evaluate"):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be combined with a plan, which contains all settings; leave it "
                     "out, or make a new plan"
                 )
-        settings = msgspec.structs.replace(plan.settings, **given)
+        settings = msgspec.structs.replace(plan.settings, **chosen)
     settings.check()
     return settings, plan, file
 

@@ -87,7 +87,7 @@ def make_plan(run: Run, model: Any, source: Source | None, tokenizer: Any) -> Pl
         sets, amount = found_sets(run, work, count), training_amount(run, checkpoint)
         candidates = candidates_of(run, work, None if amount is None else recovery_of(run, work, amount))
         with run.durations("repair and comparison"):
-            removed, compared, _ = candidates.choose(sets, run.given(checkpoint))
+            removed, compared, _ = candidates.choose(sets, run.named_blocks(checkpoint))
     return plan_of(run, work, removed, compared)
 
 
@@ -128,7 +128,7 @@ def make_models(
             if count not in made:
                 with _fresh_process(checkpoint, opened.stored, place) as process:
                     sets = found_sets(run, work, count)
-                    shrunk = make_model(candidates, sets, opened.stored, run.given(checkpoint), recovery)
+                    shrunk = make_model(candidates, sets, opened.stored, run.named_blocks(checkpoint), recovery)
                     made[count] = finish.finished(shrunk, (), place, overwrite, process)
     return [made[count] for count in counts]
 
@@ -176,10 +176,10 @@ class TaskRuns:
         smaller = wrap(as_dtype(model, dense.model.dtype), SHRUNK)
         with self.run.durations("tasks"):
             self._dense = self._dense or self._answers(dense)
-            found = [self._dense, *self._unrecovered, self._answers(smaller)]
+            compared = [self._dense, *self._unrecovered, self._answers(smaller)]
         notes = calibration_notes(SHRUNK, self.work.windows.record, self.evaluation)
-        notes += fall_warnings(*found[1:]) if len(found) > 2 else []
-        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+        notes += fall_warnings(*compared[1:]) if len(compared) > 2 else []
+        return evaluation_record(self.evaluation, compared, notes, time.perf_counter() - started)
 
     def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
         opened, run = self.work.opened, self.run
@@ -229,11 +229,11 @@ class Finish:
         looks = plan_of(run, self.work, shrunk.removed, shrunk.candidates).looks(tested)
         overwrite = overwrite or (out is not None and has_written(run.journal, out))
         with self._checked(shrunk, out, overwrite, process) as checked:
-            found = None if checked is None else checked.found
-            if found is None:
+            losses = None if checked is None else checked.found
+            if losses is None:
                 with run.durations("certification"):
-                    found = certifier.run(shrunk.model)
-            certified = certifier.certified(found, looks, run.limit, tested)
+                    losses = certifier.run(shrunk.model)
+            certified = certifier.certified(losses, looks, run.limit, tested)
             record = self._record(shrunk, certified, measured, checked, out)
             if checked is not None:
                 write_documents(checked, record, self.work.opened.checkpoint, run.journal, overwrite)

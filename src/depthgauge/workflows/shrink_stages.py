@@ -70,7 +70,7 @@ class Run:
         """How much the loss may grow, if this decides how many blocks are removed; a plan has its blocks."""
         return self.settings.max_increase if self.followed is None else None
 
-    def given(self, checkpoint: Checkpoint) -> Removed | None:
+    def named_blocks(self, checkpoint: Checkpoint) -> Removed | None:
         """Return the blocks that a plan or the user names."""
         if self.followed is not None:
             return self.followed.removed
@@ -106,7 +106,8 @@ def begin(run: Run, model: Any, source: Source | None, tokenizer: Any, makes: st
     _describe_in_journal(run, model, opened)
     checkpoint = opened.checkpoint
     is_gguf = isinstance(opened.stored, GgufLayout)
-    sliding = sliding_blocks(checkpoint, run.given(checkpoint) or ()) if is_gguf else []  # llama.cpp crashes without
+    named = run.named_blocks(checkpoint) or ()
+    sliding = sliding_blocks(checkpoint, named) if is_gguf else []  # llama.cpp crashes without
     protected = opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
     with run.durations("calibration windows"):
         windows = _calibrated(run, opened)
@@ -179,26 +180,26 @@ def _source_in_llama(run: Run, opened: OpenedModel, windows: Calibration) -> Lla
 def requested_sizes(run: Run, work: Workbench) -> tuple[int, ...]:
     """Return the numbers of blocks to remove, each of which makes a model."""
     checkpoint = work.opened.checkpoint
-    given, layers = run.given(checkpoint), checkpoint.layers
-    if given is not None:
-        return (len(given),)
-    found, left = requested_counts(run.settings, checkpoint, work.opened.stored), len(work.search.allowed)
-    if found[-1] > left:
-        raise InputError(f"{found[-1]} blocks cannot be removed from {checkpoint.name}: {left} of {layers} may go")
-    return found
+    named, layers = run.named_blocks(checkpoint), checkpoint.layers
+    if named is not None:
+        return (len(named),)
+    counts, left = requested_counts(run.settings, checkpoint, work.opened.stored), len(work.search.allowed)
+    if counts[-1] > left:
+        raise InputError(f"{counts[-1]} blocks cannot be removed from {checkpoint.name}: {left} of {layers} may go")
+    return counts
 
 
 def found_sets(run: Run, work: Workbench, count: int) -> dict[str, Removed]:
     """Search for sets of `count` blocks; with given blocks, return them and what other methods choose."""
-    given = run.given(work.opened.checkpoint)
+    named = run.named_blocks(work.opened.checkpoint)
     with run.durations("search"):
-        if given is None:
+        if named is None:
             work.search.remove_until(count)
             return work.search.sets(count)
-        if reason := work.search.why_not(given):
+        if reason := work.search.why_not(named):
             raise CheckpointError(reason)
         others = {} if run.followed is not None else work.search.peer_sets(count)
-        return {GIVEN: given} | others
+        return {GIVEN: named} | others
 
 
 def training_amount(run: Run, checkpoint: Checkpoint) -> Amount | None:

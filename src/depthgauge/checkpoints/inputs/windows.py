@@ -222,8 +222,8 @@ def read_data(
             targets.append(target)
     if len(rows) < least:
         noun = kind.name.removesuffix("s")
-        found = counted(len(rows), f"different {noun}")
-        raise InputError(f"{data.name} has {found}, and {least} are needed; give more {noun}s{advice}")
+        count = counted(len(rows), f"different {noun}")
+        raise InputError(f"{data.name} has {count}, and {least} are needed; give more {noun}s{advice}")
     inputs = _stacked(kind, rows, data.name, config)
     samples = Samples(inputs, torch.tensor([indices[label] for label in targets]) if indices else None)
     if kind.two_stacks:
@@ -374,14 +374,14 @@ def tokenize_text(
     `wanted` windows of `length` tokens without special tokens will be cut; `seed` chooses the pieces of a large text.
     With `whole`, all of a large text is read.
     """
-    found = find_text(text)
+    file = find_text(text)
     content = read_text(
-        found, lambda chat: chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed, whole=whole
+        file, lambda chat: chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed, whole=whole
     )
     with quiet():
         pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in content.pieces]
     ids = tuple(torch.tensor(one, dtype=torch.int64) for one in pieces)
-    return TokenizedText(found.name, content.digest, ids, content.complete)
+    return TokenizedText(file.name, content.digest, ids, content.complete)
 
 
 def chat_text(tokenizer: Any, messages: list[Any]) -> str:
@@ -418,24 +418,24 @@ def read_windows(
     before, after = special_tokens(tokenizer) if special is None else special
     length = body_length(window, context, len(before) + len(after))
     wanted = max(1, tokens // window)
-    found = tokenize_text(tokenizer, text, wanted=wanted, length=length, seed=seed)
-    bodies = found.bodies(length)
+    tokenized = tokenize_text(tokenizer, text, wanted=wanted, length=length, seed=seed)
+    bodies = tokenized.bodies(length)
     if not len(bodies):
-        raise too_short(found, length, len(before) + len(after))
+        raise too_short(tokenized, length, len(before) + len(after))
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
     chosen = bodies[order[:wanted].sort().values]
-    return Windows(surround(chosen, before, after), found.source, found.digest)
+    return Windows(surround(chosen, before, after), tokenized.source, tokenized.digest)
 
 
-def too_short(found: TokenizedText, length: int, around: int) -> InputError:
+def too_short(text: TokenizedText, length: int, around: int) -> InputError:
     """Return the error for a text without a window of `length` tokens, beside which it has `around` special ones."""
-    advice = longer_text(found, max(map(len, found.pieces)) + around)
-    return InputError(f"{found.source} has {counted(found.tokens, 'token')}, but one window needs {length}; {advice}")
+    advice = longer_text(text, max(map(len, text.pieces)) + around)
+    return InputError(f"{text.source} has {counted(text.tokens, 'token')}, but one window needs {length}; {advice}")
 
 
-def longer_text(found: TokenizedText, window: int) -> str:
+def longer_text(text: TokenizedText, window: int) -> str:
     """Return what to do about a text that has windows of `window` tokens at most; short ones say too little."""
-    needed = "give a text" if found.source == TextFile().name else "use a longer text"
+    needed = "give a text" if text.source == TextFile().name else "use a longer text"
     return needed + (f", or --window {window}" if window >= SHORT_WINDOW else "")
 
 
@@ -483,10 +483,10 @@ def drawn_windows(
     """Draw windows with random starts from a text; they may overlap, so a short text gives many samples."""
     before, after = special_tokens(tokenizer)
     length = window - len(before) - len(after)
-    found = tokenize_text(tokenizer, text, wanted=windows, length=length, seed=seed)
-    ids = found.pieces[0]
+    tokenized = tokenize_text(tokenizer, text, wanted=windows, length=length, seed=seed)
+    ids = tokenized.pieces[0]
     if len(ids) < length:
-        raise too_short(found, length, len(before) + len(after))
+        raise too_short(tokenized, length, len(before) + len(after))
     starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
     return surround(torch.stack([ids[start : start + length] for start in starts]), before, after)
 

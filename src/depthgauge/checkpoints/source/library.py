@@ -27,8 +27,8 @@ def transformers() -> Any:
 def library_versions(**others: str) -> dict[str, str]:
     """Return the versions that a result depends on: of depthgauge, Python, torch and transformers, and `others`."""
     libraries = {"torch": import_module("torch"), "transformers": transformers()}
-    found = {name: str(library.__version__) for name, library in libraries.items()}
-    return {"depthgauge": __version__, "python": platform.python_version(), **found, **others}
+    versions = {name: str(library.__version__) for name, library in libraries.items()}
+    return {"depthgauge": __version__, "python": platform.python_version(), **versions, **others}
 
 
 @contextmanager

@@ -176,17 +176,17 @@ def require_readable(
     uniform = math.log(vocabulary)
     if bits <= MOST_BITS and loss <= MOST_OF_UNIFORM * uniform:
         return
-    found = (
+    problem = (
         f"{checkpoint.name} cannot read its text: it needs {number(bits)} bits per byte and {number(loss)} nats per "
         f"token, expected at most {MOST_BITS:g} bits per byte and {number(MOST_OF_UNIFORM * uniform)} nats per token "
         f"({100 * MOST_OF_UNIFORM:g} % of the loss of a uniform guess among its {vocabulary:,} tokens)"
     )
     if not force:
         raise UnreadableTextError(
-            f"{found}; the likely cause is a tokenizer that does not belong to the model: give the right one with "
+            f"{problem}; the likely cause is a tokenizer that does not belong to the model: give the right one with "
             "--tokenizer DIR, or use --allow unread to go on, for example with an untrained model"
         )
-    message(f"{found}; continuing because of --allow unread")
+    message(f"{problem}; continuing because of --allow unread")
 
 
 def started_windows(
@@ -257,7 +257,7 @@ class WindowLosses(ArrayRecord):
         """Return the perplexity, and the increase of the loss over that of the first model on the same windows."""
         count, n = self.windows.ids.shape
         predicted, own = count * (n - 1), mean_interval(self.losses)
-        found = PerplexityRecord(
+        perplexity = PerplexityRecord(
             loss=own.loss,
             perplexity=finite(math.exp(min(own.loss, 700.0))),
             bits_per_byte=own.loss * predicted / math.log(2) / max(1, self.size),
@@ -267,10 +267,10 @@ class WindowLosses(ArrayRecord):
             high=own.high,
         )
         if first is None or not torch.equal(first.windows.ids, self.windows.ids):
-            return found
+            return perplexity
         pairs = zip(self.losses, first.losses, strict=True)
         more = mean_interval([ours - theirs for ours, theirs in pairs])
-        return msgspec.structs.replace(found, increase=more.loss, increase_low=more.low, increase_high=more.high)
+        return msgspec.structs.replace(perplexity, increase=more.loss, increase_low=more.low, increase_high=more.high)
 
 
 def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any, start: Start) -> Windows:
@@ -278,12 +278,12 @@ def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any
     context = context_length(config)
     n = min(WINDOW, context or WINDOW) if window is None else window
     length = body_length(n, context or n, len(start.before))
-    found = tokenize_text(tokenizer, text, wanted=1, length=length, seed=0, whole=True)
-    bodies = found.bodies(length)
+    tokenized = tokenize_text(tokenizer, text, wanted=1, length=length, seed=0, whole=True)
+    bodies = tokenized.bodies(length)
     if not len(bodies):
-        raise too_short(found, length, n - length)
-    unread = found.tokens - bodies.numel()
-    return Windows(surround(bodies, start.before, ()), found.source, found.digest, unread=unread)
+        raise too_short(tokenized, length, n - length)
+    unread = tokenized.tokens - bodies.numel()
+    return Windows(surround(bodies, start.before, ()), tokenized.source, tokenized.digest, unread=unread)
 
 
 @torch.no_grad()
@@ -471,12 +471,12 @@ def draw(
 
 def _ids(checkpoint: Checkpoint, name: str) -> set[int]:
     """Return the token ids under one name in the configuration and the generation configuration."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for config in (checkpoint.config, getattr(checkpoint.model, "generation_config", None)):
         value = getattr(config, name, None)
         if value is not None:
-            found |= set(value) if isinstance(value, Iterable) else {int(value)}
-    return found
+            ids |= set(value) if isinstance(value, Iterable) else {int(value)}
+    return ids
 
 
 def _ordinary(checkpoint: Checkpoint, vocabulary: int) -> list[int]:

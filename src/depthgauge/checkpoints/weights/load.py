@@ -181,8 +181,8 @@ class Checkpoint:
         """The parts of the model that contain the blocks, by name: the model, or one or both of its stacks."""
         if self.stack is None:
             return {"model": self.model}
-        found = {"encoder": self.model.get_encoder(), "decoder": self.model.get_decoder()}
-        return found if self.stack == "both" else {self.stack: found[self.stack]}
+        stacks = {"encoder": self.model.get_encoder(), "decoder": self.model.get_decoder()}
+        return stacks if self.stack == "both" else {self.stack: stacks[self.stack]}
 
     @property
     def heads(self) -> int:
@@ -301,8 +301,8 @@ def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> A
             f"{folder} contains no tokenizer, expected one of {', '.join(TOKENIZER_FILES[:3])}; download it with the "
             "model, or give its directory with --tokenizer"
         )
-    found = source if folder is None else Source(folder)
-    return _from_pretrained(library.AutoTokenizer, "tokenizer", found, placement)
+    files = source if folder is None else Source(folder)
+    return _from_pretrained(library.AutoTokenizer, "tokenizer", files, placement)
 
 
 def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement, **keywords: Any) -> Any:
@@ -343,9 +343,9 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
                 wanted = wanted if isinstance(wanted, torch.dtype) else torch.float32
                 files = unpack_gguf(source, skeleton, Path(folder.name), wanted)
                 keywords |= {"dtype": wanted, "use_safetensors": True}
-        model, found = _from_pretrained(chosen, "weights", files, placement, **keywords)
+        model, loaded = _from_pretrained(chosen, "weights", files, placement, **keywords)
         source.close()
-        _refuse_misfits(source, config, model, found, allows(placement, "unused"))
+        _refuse_misfits(source, config, model, loaded, allows(placement, "unused"))
         at_failure.pop_all()
     stream = None if folder is None else Stream.of_offloaded(model, layers, device, folder.cleanup)
     refuse_infinite(model, source.target)
@@ -391,22 +391,22 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
     return placement
 
 
-def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:
+def _refuse_misfits(source: Source, config: Any, model: Any, loaded: Mapping[str, Any], ignore_unused: bool) -> None:
     """Raise if a weight has another shape than its module, a module has no weights, or no module takes a weight."""
-    for weight, stored, expected in sorted(found["mismatched_keys"]):
+    for weight, stored, expected in sorted(loaded["mismatched_keys"]):
         raise CheckpointError(
             f"{source.target} contradicts its config.json: the weight {weight} has the shape {list(stored)}, and the "
             f"configuration asks for {list(expected)}; download it again"
         )
     # transformers gives a bare encoder a pooler, whose output is not measured.
     bare = model.base_model is model
-    missing = sorted(name for name in found["missing_keys"] if not (bare and "pooler" in name))
+    missing = sorted(name for name in loaded["missing_keys"] if not (bare and "pooler" in name))
     if missing:
         raise CheckpointError(
             f"{source.target} lacks {counted(len(missing), 'weight')} of a {type(model).__name__}, such as "
             f"{missing[0]}; download it again, or correct its config.json"
         )
-    unused = sorted(name for name in found["unexpected_keys"] if name.rpartition(".")[2] not in _COMPUTED)
+    unused = sorted(name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] not in _COMPUTED)
     if unused and not ignore_unused:
         layers = config.get_text_config().num_hidden_layers
         raise CheckpointError(
@@ -476,8 +476,8 @@ def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
         except CheckpointError:  # transformers compares the numbers of layers with other settings
             continue
         trial = replace(checkpoint, model=built)
-        found = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
-        if found == lengths | {stack: lengths[stack] + 1}:
+        changed = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
+        if changed == lengths | {stack: lengths[stack] + 1}:
             families = (None,) * lengths[stack]
             return replace(checkpoint, stack=stack, layer_keys=(key,), families=families)
     raise CheckpointError(
@@ -494,10 +494,10 @@ def _stack_length(checkpoint: Checkpoint) -> int:
 
 def blocks_of(checkpoint: Checkpoint) -> list[nn.Module]:
     """Return the blocks of all stacks of a checkpoint, or an empty list if those of one are not found."""
-    found = [
+    by_stack = [
         find_blocks(root, len(span)) for root, span in zip(checkpoint.roots.values(), checkpoint.spans, strict=True)
     ]
-    return [block for blocks in found for block in blocks] if all(found) else []
+    return [block for blocks in by_stack for block in blocks] if all(by_stack) else []
 
 
 def require_rows(checkpoint: Checkpoint, ids: Sequence[Int[Tensor, "..."]]) -> None:
