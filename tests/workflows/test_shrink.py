@@ -77,6 +77,8 @@ def test_a_plan_gives_the_same_weights(tmp_path: Path, llama: Path, text: Path) 
     ours, theirs = direct.model.state_dict(), followed.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert followed.record.loss == direct.record.loss
+    with pytest.raises(InputError, match=r"is the name of a plan, which plan_shrink\(\) writes"):
+        quick(llama, text, remove=2, out=tmp_path / "other.json")
 
 
 def test_a_plan_is_refused_for_other_weights(tmp_path: Path, llama: Path, text: Path) -> None:

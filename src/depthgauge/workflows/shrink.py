@@ -159,6 +159,8 @@ def shrink(
         check_page(report)
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
+    if out is not None and Path(out).suffix.lower() == PLAN_ENDING:
+        raise InputError(f"{out} is the name of a plan, which plan_shrink() writes; give a directory or a .gguf file")
     as_gguf = is_gguf_name(out)
     if settings.gguf_type is not None and not as_gguf:
         raise InputError(f"--dtype {settings.dtype} is a type of GGUF files; give --out a name that ends with .gguf")

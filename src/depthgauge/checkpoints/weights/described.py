@@ -80,9 +80,14 @@ def describe(
         name = getattr(model, "name_or_path", "") or type(model).__name__
         require_kind(type(model), model.config, name, inputs)
         if has_reader:
-            reader = load_reader(None, Placement(), inputs.kind, tokenizer)
+            reader = own_reader(tokenizer, inputs.kind)
         whole = prepared(wrap(model, name), inputs, stack)
         return Described(None, whole, model.config, reader, Placement(), inputs, stack)
+    if tokenizer is not None:
+        raise InputError(
+            f"{source.target} is on disk, and its tokenizer must be a directory, got {type(tokenizer).__name__}; save "
+            "the tokenizer and give its directory"
+        )
     placement = Placement.of(options)
     config = load_config(source, placement, data)
     chosen, objective = loader_of(config, source)
@@ -91,7 +96,7 @@ def describe(
             f"{source.target} is a {config.model_type} model; this command needs a causal language model"
         )
     if has_reader:
-        reader = load_reader(source, placement, inputs.kind, tokenizer)
+        reader = load_reader(source, placement, inputs.kind)
     if may_stream:
         placement = fitted(source, config, placement, message)
     whole = prepared(describe_model(source, config, chosen, objective, placement), inputs, stack)
@@ -128,24 +133,25 @@ class SpeechReader:
     tokenizer: Any
 
 
-def load_reader(source: Source | None, placement: Placement, kind: InputKind, own: Any) -> Any:
-    """Return the tokenizer or the processor of a checkpoint, or `own`, that of a model in memory."""
-    what = {IMAGES: "image processor", RECORDINGS: "processor"}.get(kind, "tokenizer")
-    if source is None:
-        if own is None:
-            raise InputError(f"a model in memory needs its {what}; give tokenizer=…")
-        if kind is RECORDINGS and not (hasattr(own, "feature_extractor") and hasattr(own, "tokenizer")):
-            raise InputError(
-                f"tokenizer must be the processor of the model, with a feature extractor and a tokenizer, got "
-                f"{type(own).__name__}; give a WhisperProcessor"
-            )
-        return own
+def own_reader(own: Any, kind: InputKind) -> Any:
+    """Return `own`, the tokenizer or the processor that is given with a model in memory; raise if it cannot be one."""
+    if own is None:
+        what = {IMAGES: "image processor", RECORDINGS: "processor"}.get(kind, "tokenizer")
+        raise InputError(f"a model in memory needs its {what}; give tokenizer=…")
+    if kind is RECORDINGS and not (hasattr(own, "feature_extractor") and hasattr(own, "tokenizer")):
+        raise InputError(
+            f"tokenizer must be the processor of the model, with a feature extractor and a tokenizer, got "
+            f"{type(own).__name__}; give a WhisperProcessor"
+        )
+    return own
+
+
+def load_reader(source: Source, placement: Placement, kind: InputKind) -> Any:
+    """Return the tokenizer or the processor of a checkpoint."""
     require_processor(source, kind)
     if kind is IMAGES:
-        if own is not None:
-            raise InputError(f"{source.target} is on disk and has its own image processor; leave tokenizer=… out")
         return _processor(source, placement, kind, transformers().AutoImageProcessor)
-    tokenizer = load_tokenizer(source, placement, own)
+    tokenizer = load_tokenizer(source, placement)
     if kind is not RECORDINGS:
         return tokenizer
     return SpeechReader(_processor(source, placement, kind, transformers().AutoFeatureExtractor), tokenizer)

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, size_text
 from depthgauge.base.progress import no_message
 from depthgauge.checkpoints.inputs.found_data import RECORDINGS, TEXT, FoundData, require_fit
@@ -288,13 +287,8 @@ def require_kind(kind: Any, config: Any, name: str, data: FoundData) -> None:
     require_fit(data, name, kind.__name__, main, has_two, getattr(config, "vision_config", None) is not None)
 
 
-def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
-    """Load the tokenizer of a checkpoint, or the one that replaces it; refuse a `given` tokenizer in memory."""
-    if given is not None:
-        raise InputError(
-            f"{source.target} is on disk, and its tokenizer must be a directory, got {type(given).__name__}; save the "
-            "tokenizer and give its directory"
-        )
+def load_tokenizer(source: Source, placement: Placement) -> Any:
+    """Load the tokenizer of a checkpoint, or the one that replaces it."""
     library, folder = transformers(), source.tokenizer_folder
     if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
