@@ -2,6 +2,7 @@ from depthgauge.monitor.log_and_alarms import AlarmError as AlarmError
 from depthgauge.report.write import write_report as write_report
 from depthgauge.results.evaluate_options import EvaluateOptions as EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord as EvaluateRecord
+from depthgauge.results.gauge_options import ModelOptions as ModelOptions
 from depthgauge.results.monitor_options import AlarmThresholds as AlarmThresholds
 from depthgauge.results.monitor_options import MonitorOptions as MonitorOptions
 from depthgauge.results.monitor_record import Alarm as Alarm

@@ -18,6 +18,8 @@ _TASKS = Meta(extra={"only": TASKS})
 class EvaluateOptions(ModelOptions, frozen=True, kw_only=True):
     """What `evaluate` is asked to do. `depthgauge evaluate --help` shows the same text.
 
+    The options about loading a model are those of `ModelOptions`.
+
     Attributes:
         tasks: Tasks of lm-eval, or YAML files: piqa,mine.yaml.  [default: depthgauge_cloze, unless there is
             --perplexity].

@@ -91,6 +91,8 @@ class ModelOptions(Record, frozen=True, kw_only=True):
 class GaugeOptions(ModelOptions, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
+    The options about loading a model are those of `ModelOptions`.
+
     Attributes:
         samples: Number of inputs. Those of a network are random  [default: 4]; those of a checkpoint are images,
             labelled texts, pairs or recordings  [default: 16].

@@ -61,6 +61,8 @@ def amount_of(text: str, name: str = "recover") -> Amount | None:
 class RecoverOptions(ModelOptions, frozen=True, kw_only=True):
     """What `recover` is asked to do. `depthgauge recover --help` shows the same text.
 
+    The options about loading a model are those of `ModelOptions`.
+
     Attributes:
         teacher: The model that SMALL was made from. A directory, a GGUF file, or a name on the hub.
         text: Text to train on. FILE or FILE.jsonl:FIELD; repeat it for several. Windows that decide or measure are not

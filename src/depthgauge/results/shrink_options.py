@@ -31,6 +31,8 @@ _ANY, _SIZE, _TEXT = (Meta(extra={"only": panel}) for panel in (None, SIZE, TEXT
 class ShrinkOptions(ModelOptions, frozen=True, kw_only=True):
     """What `shrink` is asked to do. `depthgauge shrink --help` shows the same text.
 
+    The options about loading a model are those of `ModelOptions`.
+
     In Python, `remove` may also be a whole number, a number between 0 and 1 as a share (`0.25` is `25%`), or a list.
 
     Attributes:
