@@ -73,7 +73,7 @@ def test_a_page_that_no_run_wrote_is_not_replaced(
         run(shared, out=out, report=page)
     page.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge.page_text", crash)
+        patch.setattr("depthgauge.report.write.page_text", crash)
         patch.setattr("depthgauge.workflows.shrink.sizes_page_text", crash)
         with pytest.raises(StoppedError):
             run(shared, out=out, report=page)
@@ -94,7 +94,7 @@ def test_an_output_that_was_changed_after_the_interruption_is_not_replaced(
 ) -> None:
     out, page = tmp_path / "r.json", tmp_path / "page.html"
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge.page_text", crash)
+        patch.setattr("depthgauge.report.write.page_text", crash)
         with pytest.raises(StoppedError):
             gauged(shared, out=out, report=page)
     out.write_text(out.read_text() + "with my remarks")

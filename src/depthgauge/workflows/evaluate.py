@@ -39,7 +39,7 @@ def evaluate(
         report: a file to write a page with charts to (extra `report`).
         overwrite: replace files at `out` and `report`.
         progress: called with (done, total, label) as the work advances.
-        message: called with a sentence where there is something to tell, such as the expected duration.
+        message: called with a sentence where there is something to tell, such as the BOS decision.
         **fields: any option of `EvaluateOptions` by name, such as `tasks="piqa,arc_easy"`; overrides `options`.
 
     Returns:
@@ -56,7 +56,8 @@ def evaluate(
         check_page(report)
     inputs = input_paths(settings) | {f"MODEL {path}": Path(path) for path in paths}
     named = [_split_name(text) for text in settings.perplexity]
-    inputs |= {f"--perplexity {file}": split_field(file)[0] for _, file in named}
+    given = zip(settings.perplexity, named, strict=True)
+    inputs |= {f"--perplexity {text}": split_field(file)[0] for text, (_, file) in given}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite)
     names = [name for name, _ in named]
     for name in names:

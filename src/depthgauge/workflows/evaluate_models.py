@@ -60,7 +60,7 @@ def evaluate_models(
         start = _decided_start(planned[path], checkpoint, model.reader, answers[0].start if answers else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-        answers.append(measure_model(work, checkpoint, model.reader, str(path), start, progress, message))
+        answers.append(measure_model(work, checkpoint, model.reader, str(path), start, progress))
         del checkpoint  # before the next one is loaded
         gc.collect()
         if torch.cuda.is_available():
@@ -111,17 +111,16 @@ def measure_model(
     name: str,
     start: Start,
     progress: Step,
-    message: Callable[[str], None],
 ) -> ModelAnswers:
     """Let one model answer the tasks and read the texts; items and windows begin with the tokens of `start`."""
     settings, config = work.settings, checkpoint.model.config
     answers = {}
     if work.tasks:
-        answers = answer_tasks(checkpoint, tokenizer, start, work.tasks, settings.limit, progress, message)
+        answers = answer_tasks(checkpoint, tokenizer, start, work.tasks, settings.limit, progress)
     losses = []
     for _, text in work.texts:
         windows = text_windows(tokenizer, text, settings.window, config, start)
-        losses.append(perplexity_losses(checkpoint, tokenizer, windows, progress, message))
+        losses.append(perplexity_losses(checkpoint, tokenizer, windows, progress))
     about = checkpoint.describe()
     model = EvaluatedModel(
         name=name,

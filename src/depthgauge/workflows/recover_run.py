@@ -111,7 +111,7 @@ def run_recovery(
     work = None if tasks is None else prepare_evaluation(EvaluateOptions(tasks=tasks), message)
 
     def answers(checkpoint: Checkpoint, name: str) -> list[ModelAnswers]:
-        return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress, message)]
+        return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress)]
 
     compared = [*answers(teacher, teacher.name), *answers(student, student.name)]
     made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)

@@ -183,9 +183,7 @@ class TaskRuns:
 
     def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
         opened, run = self.work.opened, self.run
-        return measure_model(
-            self.evaluation, checkpoint, opened.tokenizer, checkpoint.name, opened.start, run.progress, run.message
-        )
+        return measure_model(self.evaluation, checkpoint, opened.tokenizer, checkpoint.name, opened.start, run.progress)
 
 
 @dataclass(frozen=True, eq=False)

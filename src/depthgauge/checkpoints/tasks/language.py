@@ -4,7 +4,6 @@
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
-from depthgauge.base.format import counted, duration, number
+from depthgauge.base.format import number
 from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.blocks.model_output import (
     WindowBatches,
@@ -287,22 +286,16 @@ def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any
 
 
 @torch.no_grad()
-def perplexity_losses(
-    checkpoint: Checkpoint, tokenizer: Any, windows: Windows, progress: Step, message: Callable[[str], None]
-) -> WindowLosses:
+def perplexity_losses(checkpoint: Checkpoint, tokenizer: Any, windows: Windows, progress: Step) -> WindowLosses:
     """Measure the mean loss of every window, in nats per predicted token."""
     ids = windows.ids
     require_rows(checkpoint, [ids])
-    batches, started = WindowBatches(batch_size(checkpoint.model, ids.shape[1], loss=True)), time.perf_counter()
+    batches = WindowBatches(batch_size(checkpoint.model, ids.shape[1], loss=True))
 
     def measure(these: slice) -> Tensor:
         progress(these.start, len(ids), f"windows of {windows.source}")
         part = ids[these]
-        losses = token_losses(model_output(checkpoint, part), part).double().mean(dim=1)
-        if these.start == 0:
-            left = (time.perf_counter() - started) * len(ids) / len(part)
-            message(f"about {duration(left)} for {checkpoint.name} on {windows.source}: {counted(len(ids), 'window')}")
-        return losses.cpu()
+        return token_losses(model_output(checkpoint, part), part).double().mean(dim=1).cpu()
 
     found = torch.cat(batches.map(measure, len(ids)))
     return WindowLosses(windows, tuple(found.tolist()), _predicted_bytes(tokenizer, ids))
