@@ -37,15 +37,15 @@ WRITTEN = {"70b": 4}
 TEXT = ("--allow", "unread", "--text", "TEXT", "--out", "OUT")
 QUICK = ("shrink", "MODEL", "--remove", "25%", "--effort", "quick", *TEXT)
 RECOVER = ("shrink", "MODEL", "--remove", "8", "--effort", "quick", "--recover", "2M", *TEXT)
-STEP = ("shrink", "MODEL", "--remove", "1", "--effort", "quick", "--stream", *TEXT)
+STEP = ("shrink", "MODEL", "--remove", "1", "--effort", "quick", "--device", "stream", *TEXT)
 ROWS = {
     "resident": QUICK,
     "limited": QUICK,
-    "stream": (*QUICK, "--stream"),
+    "stream": (*QUICK, "--device", "stream"),
     "recover": RECOVER,
     "recover-limited": (*RECOVER, "--recover", "60k"),
     "gauge": ("gauge", "MODEL", *TEXT),
-    "gauge-stream": ("gauge", "MODEL", *TEXT, "--stream"),
+    "gauge-stream": ("gauge", "MODEL", *TEXT, "--device", "stream"),
     "step": STEP,
 }
 LIMITS = {

@@ -50,10 +50,9 @@ HEAVY = {
     "datasets",
     "torchao",
 }
-# A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and
-# a workflow, a bound has a proof and its verification, both backends have the same parts.
+# A file name occurs once, except in these pairs of folders, where equal names are deliberate: a bound has a proof and
+# its verification, both backends have the same parts.
 DELIBERATE_PAIRS = [
-    {"cli", "workflows"},
     {"theory/certificates", "theory/certificates/verify"},
     {"theory/surrogates", "theory/certificates/verify"},
     {"fast_attention/torch", "fast_attention/triton"},
@@ -346,7 +345,7 @@ def test_planted_innocence_is_left_alone(tmp_path: Path) -> None:
 
 def test_planted_repeated_names_are_found(tmp_path: Path) -> None:
     assert repeated_names(planted(tmp_path / "a", results__x="", recovery__x="")) == ["x.py: ['recovery', 'results']"]
-    assert repeated_names(planted(tmp_path / "b", cli__x="", workflows__x="", results__y="")) == []
+    assert repeated_names(planted(tmp_path / "b", cli__x="", workflows__y="", results__z="")) == []
 
 
 def test_planted_repeated_classes_are_found(tmp_path: Path) -> None:

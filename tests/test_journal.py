@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ class StoppedError(Exception):
 
 
 @contextmanager
-def stopped(out: Path | None, error: type[BaseException] = StoppedError, **keywords: bool) -> Iterator[Journal]:
+def stopped(out: Path | None, error: type[BaseException] = StoppedError, **keywords: Any) -> Iterator[Journal]:
     """A run that stops with an error after the block."""
     with suppress(StoppedError), Journal(out, **keywords) as journal:
         yield journal
@@ -42,7 +43,7 @@ def test_entries_are_kept_until_a_run_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "out"
     folder = interrupt(out, {"seed": 1}, {"search": (1, 2)})
     assert names(folder) == {"journal.json"}  # the lock is released
-    with Journal(out, resume=True) as journal:
+    with Journal(out) as journal:
         journal.begin({"seed": 1})
         assert journal.get("search") == [1, 2]
     assert names(tmp_path) == set()
@@ -54,36 +55,44 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path: Path) -
     assert names(tmp_path) == set()
 
 
-def test_an_interrupted_run_is_continued_or_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_another_run_replaces_an_interrupted_one_only_if_asked(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    folder = interrupt(out, {}, {"search": []})
+    folder = interrupt(out, {"seed": 1}, {"search": []})
     (folder / "repair-1-2.pt").write_bytes(b"weights of the interrupted run")
     (folder / "recovery-1-2" / "checkpoint-3").mkdir(parents=True)
     (folder / "training-2" / "checkpoint-3").mkdir(parents=True)
     (folder / ".0123456789abcdef.partial").write_bytes(b"cut short")
-    with pytest.raises(InputError, match="belongs to an interrupted run; continue it with --resume"), Journal(out):
-        pass
+    with pytest.raises(InputError, match="or use --overwrite to start again"), Journal(out) as journal:
+        journal.begin({"seed": 2})
     assert len(names(folder)) == 5
     with Journal(out, overwrite=True) as journal:
         left = {"journal.json", "repair-1-2.pt", "recovery-1-2", "training-2", ".0123456789abcdef.partial"}
         assert names(folder) == {*left, "lock"}
-        journal.begin({})
+        journal.begin({"seed": 2})
         assert names(folder) == {"lock"}  # a new run does not continue the training of another one
         assert journal.get("search") is None
+        assert not journal.is_continued
     assert names(tmp_path) == set()
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    with Journal(tmp_path / "out", resume=True, message=said.append) as journal:
+def test_the_same_run_is_continued_also_if_it_may_overwrite(tmp_path: Path) -> None:
+    interrupt(tmp_path / "out", {"seed": 1}, {"search": []})
+    with Journal(tmp_path / "out", overwrite=True) as journal:
         journal.begin({"seed": 1})
-    assert len(said) == 1
-    assert "there is no interrupted run in" in said[0]
-    assert "a new run is started" in said[0]
+        assert journal.get("search") == []
 
 
-def test_a_keyboard_interrupt_names_resume_if_there_is_something_to_resume(tmp_path: Path) -> None:
-    resumable = pytest.raises(InterruptedRunError, match=r"out\.partial: add --resume to the same command")
+def test_a_run_that_is_continued_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        with stopped(tmp_path / "out", message=said.append) as journal:
+            journal.begin({"seed": 1})
+            journal.put("search", [])
+    assert said == [f"continuing the interrupted run in {tmp_path / 'out'}.partial"]
+
+
+def test_a_keyboard_interrupt_says_how_to_continue_if_there_is_something_to_continue(tmp_path: Path) -> None:
+    resumable = pytest.raises(InterruptedRunError, match=r"out\.partial: run the same command again")
     with resumable, stopped(tmp_path / "out", KeyboardInterrupt) as journal:
         journal.put("search", [])
     with pytest.raises(KeyboardInterrupt), stopped(tmp_path / "other", KeyboardInterrupt):
@@ -98,7 +107,7 @@ def test_only_files_of_the_interrupted_run_count_as_written(tmp_path: Path) -> N
     with stopped(out) as journal:
         journal.write(out, "result")
         journal.write(page, "page")
-    with stopped(out, resume=True) as journal:
+    with stopped(out) as journal:
         assert journal.has_written(out)
         assert journal.has_written(page)
         assert not journal.has_written(mine)
@@ -116,7 +125,7 @@ def test_a_file_is_known_even_if_the_run_was_killed_while_it_was_written(tmp_pat
     with stopped(out) as journal:
         journal.claim(out, "result")
     out.write_text("result")
-    with Journal(out, resume=True) as journal:
+    with Journal(out) as journal:
         assert journal.has_written(out)
 
 
@@ -133,7 +142,7 @@ def test_a_directory_is_known_by_its_record(tmp_path: Path) -> None:
 def test_another_run_is_refused(tmp_path: Path) -> None:
     interrupt(tmp_path / "out", {"seed": 1}, {"search": []})
     other = pytest.raises(InputError, match="started with seed 1, now it is 2")
-    with other, Journal(tmp_path / "out", resume=True) as journal:
+    with other, Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 2})
     assert names(tmp_path / "out.partial") == {"journal.json"}
 
@@ -157,7 +166,7 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     for name in (out, link):
-        for keywords in ({}, {"resume": True}, {"overwrite": True}):
+        for keywords in ({}, {"overwrite": True}):
             busy = pytest.raises(InputError, match=rf"r\.json is in use by process {process.pid}")
             with busy, Journal(name, **keywords):
                 pass
@@ -182,7 +191,7 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
         "folder/x",
     ],
 )
-@pytest.mark.parametrize("keywords", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"])
+@pytest.mark.parametrize("keywords", [{}, {"overwrite": True}], ids=["new", "overwrite"])
 def test_foreign_files_are_not_touched(tmp_path: Path, name: str, keywords: dict[str, bool]) -> None:
     folder = journal_folder(tmp_path / "out")
     (folder / name).parent.mkdir(parents=True)
@@ -212,7 +221,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     for damaged in ("{", json.dumps(document | {"entries": 3}), json.dumps(document | {"schema": "x/9"})):
         (folder / "journal.json").write_text(damaged)
         refused = pytest.raises(InputError, match=r"is not a journal that this version can read.*start again")
-        with refused, Journal(tmp_path / "out", resume=True):
+        with refused, Journal(tmp_path / "out"):
             pass
 
 
@@ -221,6 +230,4 @@ def test_the_name_of_an_output_is_needed(tmp_path: Path, monkeypatch: pytest.Mon
     assert journal_folder(".") == tmp_path.with_name(tmp_path.name + ".partial")
     with pytest.raises(InputError, match="give the name"):
         journal_folder("/")
-    with pytest.raises(InputError, match="--resume needs the output"):
-        Journal(resume=True)
     assert Journal("/dev/null").folder is None

@@ -250,7 +250,7 @@ def test_weights_that_cannot_be_read_are_named(
 def test_the_weights_of_a_model_without_attention_are_refused(tmp_path: Path) -> None:
     saved(tiny_model("mamba"), tmp_path)
     with pytest.raises(InputError, match="does not know where a mamba model keeps its weights; gauge it on text"):
-        dg.gauge(tmp_path, weights_only=True, device="cpu")
+        dg.gauge(tmp_path, text="none", device="cpu")
 
 
 def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
@@ -259,17 +259,15 @@ def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
     config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=32)
     with quiet():
         ViTForImageClassification(config).save_pretrained(tmp_path)
-    for weights_only in (None, True):
+    for text in (None, "none"):
         with pytest.raises(InputError, match="is a ViTForImageClassification, which reads images; give"):
-            dg.gauge(tmp_path, weights_only=weights_only, device="cpu")
+            dg.gauge(tmp_path, text=text, device="cpu")
 
 
 def test_weights_alone_need_a_known_architecture(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "olmo")
-    with pytest.raises(
-        InputError, match=r"--weights-only cannot be used for .*: depthgauge does not know where a olmo"
-    ):
-        dg.gauge(tmp_path, weights_only=True, device="cpu")
+    with pytest.raises(InputError, match=r"--data none cannot be used for .*: depthgauge does not know where a olmo"):
+        dg.gauge(tmp_path, text="none", device="cpu")
 
 
 # --- models in memory -------------------------------------------------------------------------------------------------
@@ -295,7 +293,7 @@ def test_a_model_in_memory_is_gauged_like_its_files(name: str, tmp_path: Path, c
     assert ours["layers"] == theirs["layers"]
     assert here.settings.in_memory
     assert not there.settings.in_memory
-    assert dg.gauge(model, weights_only=True).subjects[0].name == here.subjects[0].name
+    assert dg.gauge(model, text="none").subjects[0].name == here.subjects[0].name
 
 
 def test_a_gauging_in_memory_is_resumed_for_the_same_weights_only(
@@ -313,10 +311,10 @@ def test_a_gauging_in_memory_is_resumed_for_the_same_weights_only(
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     with pytest.raises(InputError, match="was started with files"):
-        dg.gauge(model, resume=True, **keywords)
+        dg.gauge(model, **keywords)
     with torch.no_grad():
         model.lm_head.weight.div_(2)
-    assert dg.gauge(model, resume=True, **keywords).subjects
+    assert dg.gauge(model, **keywords).subjects
 
 
 def test_what_a_model_in_memory_does_not_take_is_refused(corpus: Path) -> None:
@@ -324,7 +322,7 @@ def test_what_a_model_in_memory_does_not_take_is_refused(corpus: Path) -> None:
     with pytest.raises(InputError, match="needs its tokenizer; give tokenizer="):
         dg.gauge(model, text=corpus)
     with pytest.raises(InputError, match="dtype applies to models that are loaded from disk"):
-        dg.gauge(model, weights_only=True, dtype="float32")
+        dg.gauge(model, text="none", dtype="float32")
     for target in (3, object(), [model]):
         with pytest.raises(InputError, match="target must be a path, a name on the hub, a SelfAttentionNetwork"):
             dg.gauge(target)

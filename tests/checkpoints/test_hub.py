@@ -268,7 +268,7 @@ def test_the_record_of_gauge_has_the_commit(hub: LocalHub, tmp_path: Path) -> No
 @pytest.mark.usefixtures("forked_verification")
 def test_the_card_of_a_shrunk_model_names_its_source(hub: LocalHub, tmp_path: Path) -> None:
     Path("corpus.txt").write_text(text_of(4000))
-    asked = {"text": "corpus.txt", "window": 16, "effort": "quick", "no_repair": True, "device": "cpu"}
+    asked = {"text": "corpus.txt", "window": 16, "effort": "quick", "recover": "none", "device": "cpu"}
     record = shrink("org/plain", remove=1, out="smaller", report="page.html", **asked).record
     assert record.plan.model == f"org/plain@{COMMIT}"
     assert record.plan.hub == HubModel(repo="org/plain", commit=COMMIT)
@@ -276,7 +276,7 @@ def test_the_card_of_a_shrunk_model_names_its_source(hub: LocalHub, tmp_path: Pa
     assert 'base_model: "org/plain"\n' in card
     assert "# org/plain with 2 of 3 layers\n" in card
     assert f"The source is the commit {COMMIT}." in card
-    assert f"depthgauge shrink org/plain@{COMMIT} --from-plan" in card
+    assert f"depthgauge shrink org/plain@{COMMIT} --remove depthgauge.json" in card
     assert f'model: "org/plain@{COMMIT}"' in Path("smaller/plan.mergekit.yaml").read_text()
     assert Path("smaller/LICENSE").read_text() == "not needed"
     for written in (*Path("smaller").glob("*.[jmy]*"), Path("page.html")):

@@ -241,7 +241,7 @@ def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch
         load_model(source, load_config(source, HERE), HERE)
     check_memory(source, Placement("bfloat16", "cpu"))
     monkeypatch.setattr(load, "free_memory", lambda _: count)
-    with pytest.raises(InputError, match=r"are free on cpu; use --device-map auto or a larger machine"):
+    with pytest.raises(InputError, match=r"are free on cpu; use --device spread or a larger machine"):
         check_memory(source, Placement("bfloat16", "cpu"))
 
 

@@ -15,7 +15,7 @@ from depthgauge.checkpoints.blocks.block_runner import BlockRunner
 from depthgauge.checkpoints.blocks.model_output import model_output, window_losses
 from depthgauge.checkpoints.blocks.probe import derived
 from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, Objective, edited_losses, encoded, layers_of
-from depthgauge.checkpoints.inputs.samples import Inputs, Samples
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples
 from depthgauge.checkpoints.weights.load import Checkpoint, with_stack, wrap
 from depthgauge.workflows.gauge_checkpoint import what_if_losses
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("forked_verification")
 HERE = Placement(device="cpu")
 VERBS: dict[str, dict[str, Any]] = {
     "gauge": {"tokens": 192, "window": 48, "what_if": "none", "device": "cpu"},
-    "plan_shrink": {"remove": 1, "window": 48, "effort": "quick", "no_repair": True, "device": "cpu"},
+    "plan_shrink": {"remove": 1, "window": 48, "effort": "quick", "recover": "none", "device": "cpu"},
 }
 
 

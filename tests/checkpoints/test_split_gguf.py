@@ -66,7 +66,7 @@ def test_gauge_finds_the_same_in_both(folder: Path) -> None:
 
 @pytest.mark.usefixtures("forked_verification")
 def test_shrink_reads_pieces(folder: Path) -> None:
-    asked = {"remove": 1, "window": 16, "effort": "quick", "no_repair": True, "device": "cpu", "allow": "unread"}
+    asked = {"remove": 1, "window": 16, "effort": "quick", "recover": "none", "device": "cpu", "allow": "unread"}
     made = [shrink(folder / name, out=folder / f"{name}-out", **asked).record for name in ("whole.gguf", PIECES[2])]
     assert made[0].removed == made[1].removed
     assert made[0].loss == made[1].loss

@@ -101,7 +101,7 @@ def test_a_terminated_command_removes_the_unpacked_files(tmp_path: Path, monkeyp
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(
-        "sys.argv", ["depthgauge", "gauge", str(tmp_path / "model.gguf"), "--stream", "--allow", "unread"]
+        "sys.argv", ["depthgauge", "gauge", str(tmp_path / "model.gguf"), "--device", "stream", "--allow", "unread"]
     )
 
     def ended(source: Source, skeleton: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -126,10 +126,10 @@ def test_shrink_writes_the_same_gguf_file_with_streamed_weights(tmp_path: Path) 
     write_gguf(file, add_bos=False, layers=5)
     text.write_text(text_of(30_000), encoding="utf-8")
     asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "allow": "unread", "device": "cpu"}
-    repaired = dg.shrink(file, **asked, stream=True, out=tmp_path / "repaired.gguf").record
+    repaired = dg.shrink(file, **asked | {"device": "stream:cpu"}, out=tmp_path / "repaired.gguf").record
     assert repaired.stages[0] == dg.shrink(file, **asked, sampled=0.0).record.stages[0]
-    asked |= {"no_repair": True}
-    streamed = dg.shrink(file, **asked, stream=True, out=tmp_path / "streamed.gguf").record
+    asked |= {"recover": "none"}
+    streamed = dg.shrink(file, **asked | {"device": "stream:cpu"}, out=tmp_path / "streamed.gguf").record
     resident = dg.shrink(file, **asked, sampled=0.0, out=tmp_path / "resident.gguf").record
     assert (streamed.removed, streamed.loss) == (resident.removed, resident.loss)
     assert (tmp_path / "streamed.gguf").read_bytes() == (tmp_path / "resident.gguf").read_bytes()
@@ -262,7 +262,7 @@ def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> No
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
     text.write_text(text_of(30_000), encoding="utf-8")
     asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "allow": "unread", "device": "cpu"}
-    streamed = dg.shrink(folder, **asked, stream=True, out=tmp_path / "streamed").record
+    streamed = dg.shrink(folder, **asked | {"device": "stream:cpu"}, out=tmp_path / "streamed").record
     resident = dg.shrink(folder, **asked, sampled=0.0).record
     assert streamed.removed == resident.removed
     assert [step.objective for step in streamed.plan.search] == [step.objective for step in resident.plan.search]
@@ -271,15 +271,15 @@ def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> No
     assert streamed.speed is None
     assert streamed.reload is not None
     assert any("streamed" in note for note in streamed.notes)
-    bare = dg.shrink(folder, **asked, sampled=0.0, no_repair=True, out=tmp_path / "resident").record
+    bare = dg.shrink(folder, **asked, sampled=0.0, recover="none", out=tmp_path / "resident").record
     assert bare.removed == streamed.removed
 
 
 def test_gauge_measures_the_same_with_streamed_weights(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
     text.write_text(text_of(3000), encoding="utf-8")
-    asked = {"text": text, "tokens": 128, "window": 16, "allow": "unread", "device": "cpu"}
-    streamed, resident = (dg.gauge(folder, **asked, stream=one) for one in (True, None))
+    asked = {"text": text, "tokens": 128, "window": 16, "allow": "unread"}
+    streamed, resident = (dg.gauge(folder, **asked, device=device) for device in ("stream:cpu", "cpu"))
     assert streamed.subjects == resident.subjects
 
 
@@ -296,4 +296,4 @@ def test_shrink_refuses_what_streamed_weights_cannot_do(given: dict[str, Any], m
     text.write_text(text_of(30_000), encoding="utf-8")
     asked = given | ({"text": text} if "text" in given else {})
     with pytest.raises(InputError, match=message):
-        dg.shrink(folder, remove=1, stream=True, effort="quick", allow="unread", device="cpu", **asked)
+        dg.shrink(folder, remove=1, device="stream:cpu", effort="quick", allow="unread", **asked)

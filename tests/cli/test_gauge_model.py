@@ -72,7 +72,7 @@ def test_tables(run: Run) -> None:
     assert "loading llama" in said
 
 
-def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_how_to_continue_where_steps_were_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, real = [], gauge_checkpoint.what_if_losses
 
     def interrupted(*given: Any) -> Any:
@@ -87,8 +87,8 @@ def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest
     assert code == 130
     last = err.splitlines()[-1]
     assert last.startswith("error: interrupted; the finished steps are kept in ")
-    assert last.endswith("stopped.json.partial: add --resume to the same command to continue")
-    assert run(*command, "--out", "stopped.json", "--resume").code == 0
+    assert last.endswith("stopped.json.partial: run the same command again to continue")
+    assert run(*command, "--out", "stopped.json").code == 0
     calls.clear()
     outcome = run(*command)
     assert (outcome.code, outcome.err.splitlines()[-1]) == (130, "error: interrupted")
@@ -153,13 +153,13 @@ def test_what_was_measured_is_said_where_there_is_less_than_asked_for(
 def test_progress_names_the_command_and_not_a_part_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first window, the model is timed and loaded, so nothing is measured yet."""
     monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 0.0)
-    outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
+    outcome = run("gauge", "llama", "--data", "none", "--device", "cpu")
     assert outcome.err.startswith("gauging …\n")
     assert "measuring" not in outcome.err
 
 
 def test_weights_only(run: Run) -> None:
-    outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
+    outcome = run("gauge", "llama", "--data", "none", "--device", "cpu")
     assert outcome.code == 0
     assert "from the weights alone" in outcome.out
     assert "Dong's β" in outcome.out
@@ -174,7 +174,6 @@ def test_weights_only(run: Run) -> None:
         (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
         (["llama", "--radius", "1"], "--radius applies to network files; llama is a checkpoint"),
         (["llama", "--what-if", "blok"], "did you mean 'block'?"),
-        (["llama", "--resume", "--text", "corpus.txt"], "give the same --out as before"),
         (["llama", "--depth", "0.1"], "No such option: --depth"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -207,7 +206,7 @@ def keys_of(value: Any) -> set[str]:
 def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
     formats = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--json")
-    weights = run("gauge", "llama", "--weights-only", "--device", "cpu", "--json")
+    weights = run("gauge", "llama", "--data", "none", "--device", "cpu", "--json")
     experts = run("gauge", "mixtral", "--text", "corpus.txt", *SMALL, "--what-if", "expert", "--json")
     written = set[str]().union(*(keys_of(json.loads(one.out)) for one in (outcome, weights, experts)))
     assert {"static_best", "share", "parallel", "spearman", "corrected_orders"} <= written
@@ -215,7 +214,7 @@ def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
 
 
 def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:
-    """The process is killed as soon as something was kept; `--resume` ends with the result of an undisturbed run."""
+    """The process is killed as soon as something was kept; the same command ends with the whole result."""
     arguments = ["gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--out", "killed.json"]
     child = forked(lambda: run(*arguments))
     partial = journal_folder(place / "killed.json") / "journal.json"
@@ -226,7 +225,7 @@ def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
     assert partial.exists()  # it was in the middle
-    assert run(*arguments, "--resume").code == 0
+    assert run(*arguments).code == 0
     assert not partial.parent.exists()
     assert run(*[*arguments[:-1], "whole.json"]).code == 0
     killed, whole = (json.loads((place / name).read_text()) for name in ("killed.json", "whole.json"))

@@ -88,7 +88,7 @@ def command(
     """The command with the real workflow."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    for name in ("corpus.txt", "b.txt", "old.html"):
+    for name in ("corpus.txt", "b.txt", "b.json", "old.html"):
         (tmp_path / name).write_text("text")
 
     def typed(*arguments: str) -> Outcome:
@@ -117,8 +117,8 @@ SHORT = ("./model", "--remove", "7", "--out", "smaller")
 def test_ctrl_c_ends_with_one_sentence(run: Run, workflow: Workflow) -> None:
     workflow.error = KeyboardInterrupt()
     assert run(*SHORT) == Outcome(130, "", "error: interrupted\n")
-    workflow.error = InterruptedRunError("interrupted; add --resume")
-    assert run(*SHORT) == Outcome(130, "", "error: interrupted; add --resume\n")
+    workflow.error = InterruptedRunError("interrupted; run again")
+    assert run(*SHORT) == Outcome(130, "", "error: interrupted; run again\n")
 
 
 # --- from options to the call -----------------------------------------------------------------------------------------
@@ -140,8 +140,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
             "high",
         ),
         *("--confidence", "0.9", "--sampled", "0.25", "--window", "128", "--recover", "2M", "--seed", "4"),
-        *("--no-repair", "--general", "web.txt"),
-        *("--bos", "no", "--device-map", "auto", "--allow", "pickle,unread", "--resume", "--overwrite"),
+        *("--general", "web.txt", "--bos", "no", "--device", "spread", "--allow", "pickle,unread", "--overwrite"),
     )
     assert outcome.code == 0, outcome.err
     assert workflow.called == "shrink"
@@ -149,16 +148,16 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
     assert model == "model"
     assert options == ShrinkOptions(
         text=("corpus.txt", "b.txt"), remove="25%", effort="high", confidence=0.9, sampled=0.25, window=128,
-        recover="2M", general="web.txt", seed=4, no_repair=True, bos="no", device_map="auto", allow="pickle,unread",
+        recover="2M", general="web.txt", seed=4, bos="no", device="spread", allow="pickle,unread",
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
-    assert given == {"plan": None, "out": Path("smaller"), "report": None, "resume": True, "overwrite": True}
+    assert given == {"out": Path("smaller"), "report": None, "overwrite": True}
 
 
 def test_what_is_not_given_is_none(run: Run, workflow: Workflow) -> None:
     assert run(*SHORT).code == 0
     assert workflow.positional[1] == ShrinkOptions(remove="7")
-    assert workflow.given["resume"] is workflow.given["overwrite"] is False
+    assert workflow.given["overwrite"] is False
 
 
 def test_a_limit_and_its_guarantee(run: Run, workflow: Workflow) -> None:
@@ -168,22 +167,24 @@ def test_a_limit_and_its_guarantee(run: Run, workflow: Workflow) -> None:
 
 
 @pytest.mark.parametrize("document", [PLAN, DOCUMENT], ids=["a plan", "depthgauge.json"])
-def test_a_plan_is_read_and_passed_on(run: Run, workflow: Workflow, tmp_path: Path, document: dict[str, Any]) -> None:
+def test_a_plan_is_passed_on_and_can_be_read(
+    run: Run, workflow: Workflow, tmp_path: Path, document: dict[str, Any]
+) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    assert run("model", "--from-plan", "plan.json", "--out", "smaller", "--device", "cpu").code == 0
-    assert read_plan(workflow.given["plan"]) == read_plan(tmp_path / "plan.json")
-    assert workflow.positional[1] == ShrinkOptions(device="cpu")
+    assert run("model", "--remove", "plan.json", "--out", "smaller", "--device", "cpu").code == 0
+    assert workflow.positional[1] == ShrinkOptions(remove="plan.json", device="cpu")
+    assert read_plan(tmp_path / "plan.json") == check_shrink(DOCUMENT).plan
 
 
-def test_plan_only_searches_and_writes_the_plan(run: Run, workflow: Workflow, tmp_path: Path) -> None:
-    outcome = run("model", "--remove", "7", "--plan-only", "plan.json")
+def test_a_plan_as_output_only_searches(run: Run, workflow: Workflow, tmp_path: Path) -> None:
+    outcome = run("model", "--remove", "7", "--out", "plan.json")
     assert outcome.code == 0, outcome.err
     assert workflow.called == "plan_shrink"
     assert workflow.given["out"] == Path("plan.json")
     assert read_plan(tmp_path / "plan.json") == check_shrink(DOCUMENT).plan
     assert "removed: 10, 12–14, 16, 21, 25." in outcome.out
-    assert outcome.err == "about 5 minutes\nplan written to plan.json; use it with --from-plan\n"
-    outcome = run("model", "--remove", "7", "--plan-only", "plan.json", "--json", "--overwrite")
+    assert outcome.err == "about 5 minutes\nplan written to plan.json; use it with --remove plan.json\n"
+    outcome = run("model", "--remove", "7", "--out", "plan.json", "--json", "--overwrite")
     assert json.loads(outcome.out) == json.loads((tmp_path / "plan.json").read_text())
 
 
@@ -296,14 +297,9 @@ def test_names_cannot_change_the_terminal(run: Run, workflow: Workflow) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            "m --remove 7",
-            "--out is missing; give the directory or the .gguf file to create, or --plan-only to search only",
-        ),
-        ("m --remove 7 --report p.html", "--out is missing"),
-        ("m --remove 7 --plan-only p.json --out s", "there is nothing for --out"),
-        ("m --remove 7 --plan-only p.json --report r.html", "there is nothing for --report"),
-        ("m --from-plan b.txt --plan-only p.json", "--plan-only makes a plan and --from-plan uses one"),
+        ("m --remove 7", "Missing option '--out'"),
+        ("m --remove 7 --report p.html", "Missing option '--out'"),
+        ("m --remove 7 --out p.json --report r.html", "p.json is a plan, of which there is no page"),
         ("m --remove", "--remove"),
         ("--remove 7 --out s", "Missing argument 'MODEL'"),
     ],
@@ -319,21 +315,19 @@ def test_bad_requests_end_with_one_sentence(run: Run, workflow: Workflow, argume
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("m --from-plan b.txt --out s", "b.txt is not a result document: it is not JSON"),
-        ("m --from-plan none.json --out s", "cannot read none.json: No such file"),
+        ("m --remove b.json --out s", "b.json is not a result document: it is not JSON"),
+        ("m --remove none.json --out s", "cannot read none.json: No such file"),
         ("m --remove 7 --out s --report s/page.html", "--report s/page.html is inside --out"),
         ("m --remove 7 --out s --report corpus.txt --overwrite", "corpus.txt is not the name of one"),
         ("m --remove 7 --out s --report page", "give a name that ends with .html"),
         ("m --remove 7 --out s --report old.html", "old.html exists; use --overwrite"),
-        ("m --remove 7 --out s --report old.html --resume", "old.html exists; use --overwrite"),
         (
             "m --remove 7 --text old.html --out s --report old.html --overwrite",
             "--report and --data old.html are the same file",
         ),
         ("old.html --remove 7 --out s --report old.html --overwrite", "--report and MODEL are the same file"),
-        ("m --remove 7 --plan-only corpus.txt", "corpus.txt exists; use --overwrite"),
-        ("m --remove 7 --plan-only corpus.txt --resume", "corpus.txt exists; use --overwrite"),
-        ("m --remove 7 --plan-only no/plan.json", "there is no directory no"),
+        ("m --remove 7 --out b.json", "b.json exists; use --overwrite"),
+        ("m --remove 7 --out no/plan.json", "there is no directory no"),
         ("m --remove 7 --out no/s", "there is no directory no"),
     ],
 )
@@ -354,13 +348,12 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--max-increase 0.1 --plan-only p.json", "use --remove"),
-        ("--out s", "--max-bytes, --max-increase, or --from-plan, got none"),
+        ("--max-increase 0.1 --out p.json", "use --remove"),
+        ("--out s", "--max-bytes, --max-increase, got none of them"),
         ("--out s --remove 7 --max-increase 0.1", "got --remove and --max-increase"),
-        ("--out s --remove 7 --from-plan plan.json", "--remove cannot be combined with --from-plan"),
-        ("--from-plan plan.json --seed 3 --out s", "--seed cannot be combined with --from-plan"),
+        ("--remove plan.json --seed 3 --out s", "--seed cannot be combined with a plan"),
         ("--remove 7 --effort hihg --out s", "effort must be one of quick, default, high, got 'hihg'"),
-        ("--remove 7 --recover 2M --no-repair --out s", "--recover trains the weights and --no-repair keeps them"),
+        ("--remove 7 --dtype Q8_0 --out s", "--dtype Q8_0 is a type of GGUF files"),
         ("--remove 7 --recover 2MB --out s", "recover must be a number of tokens such as 2M, a time such as 10min"),
         ("--remove 7 --confidence 2 --out s", "confidence must be a number from 0.5 to 0.9999, got 2.0"),
         ("--remove 7 --out s", "model is not a file or directory here, and it is not in the cache"),
@@ -383,9 +376,9 @@ def test_help_teaches_by_examples(run: Run) -> None:
     outcome = run("--help-all")
     assert outcome.code == 0
     words = " ".join(outcome.out.split())
-    for example in ("--remove 25%", "--max-increase 0.1", "--plan-only plan.json", "--from-plan"):
+    for example in ("--remove 25%", "--max-increase 0.1", "--out plan.json", "--remove plan.json"):
         assert example in words
-    for panel in ("Size and guarantee", "Data", "Model", "Files"):
+    for panel in ("Size and guarantee", "Data", "Model"):
         assert f"─ {panel} ─" in words
     assert "list[Path]" not in words
 
@@ -394,7 +387,7 @@ def test_the_documentation_names_every_flag(run: Run) -> None:
     reference = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     section = reference.split("\n## `depthgauge shrink", 1)[1].split("\n## ")[0]
     flags = set(re.findall(r"--[a-z][a-z-]+", run("--help-all").out.split("─ Options ─")[1])) - {"--help", "--help-all"}
-    assert len(flags) >= 24
+    assert 20 <= len(flags) <= 26
     assert {flag for flag in flags if f"`{flag}" not in section} == set()
 
 
@@ -410,5 +403,5 @@ def test_the_documentation_names_every_key_of_the_document() -> None:
     formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
     section = formats.split("\n## Shrink result", 1)[1].split("\n## ")[0]
     written = keys_of(check_shrink(with_limit()).to_json())
-    assert {"quantile", "tested", "decode_before", "no_repair", "bos_reason", "candidates", "durations"} <= written
+    assert {"quantile", "tested", "decode_before", "effort", "bos_reason", "candidates", "durations"} <= written
     assert written - set(re.findall(r"`([^`\n]+)`", section)) == set()

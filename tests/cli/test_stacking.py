@@ -8,8 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from depthgauge.cli.print_document import section_lines
-from depthgauge.cli.stacking import Column, stacked
+from depthgauge.cli.print_document import Column, section_lines, stacked
 from depthgauge.results.gauge_document import gauge_document
 from depthgauge.results.gauge_record import read_result
 

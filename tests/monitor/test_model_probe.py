@@ -267,7 +267,11 @@ def test_a_model_that_bypasses_the_attention_interface_is_measured_without_heads
         ("albert", torch.zeros(2, 4, dtype=torch.long), "does not keep its blocks in one list of 3 modules"),
         ("llama", torch.ones(2, 4, dtype=torch.bool), "probe must contain input_ids, whole numbers of shape"),
         ("vit", tokens(8), "ViTModel cannot be monitored: it has no embedding of token ids"),
-        ("resnet", tokens(8), "ResNetModel cannot be monitored: its configuration has no num_hidden_layers"),
+        (
+            "resnet",
+            tokens(8),
+            "ResNetModel is a resnet model without layers: its configuration has no",
+        ),
         (
             "llama",
             torch.tensor([[3, 39, 7], [99, 1, 2]]),

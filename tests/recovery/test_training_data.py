@@ -19,8 +19,7 @@ from depthgauge.checkpoints.source.model_files import find
 from depthgauge.checkpoints.tasks.language import Start
 from depthgauge.checkpoints.weights.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.recovery import training_data as made_here
-from depthgauge.recovery.held_runs import RUN, HeldRuns
-from depthgauge.recovery.training_data import RecoveryData, training_data
+from depthgauge.recovery.training_data import RUN, HeldRuns, RecoveryData, training_data
 
 START = Start((1,), (), True, "")
 UNKNOWN = 3

@@ -57,7 +57,7 @@ def document() -> dict[str, Any]:
         "collapse": [], "notes": ["something is missing"],
         "depth": [],
     }  # fmt: skip
-    settings = {"target": "dir", "tokens": 48, "window": 16, "seed": 0, "what_if": "block", "weights_only": None}
+    settings = {"target": "dir", "tokens": 48, "window": 16, "seed": 0, "what_if": "block"}
     return {"schema": "depthgauge.gauge/1", "version": "0", "settings": settings, "subjects": [subject]}
 
 

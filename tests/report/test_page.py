@@ -76,9 +76,9 @@ def test_where_depth_is_not_defined_the_page_says_so(document):
 
 
 def test_the_command_can_be_typed():
-    settings = GaugeSettings(target="my net; rm -rf ~", radius=0.1 + 0.2, seed=0, weights_only=True, allow=None)
+    settings = GaugeSettings(target="my net; rm -rf ~", radius=0.1 + 0.2, seed=0, text="none", allow=None)
     assert shlex.split(gauge_command(settings)) == [
-        *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--weights-only"),
+        *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--text", "none"),
         "my net; rm -rf ~",
     ]
     assert gauge_command(GaugeSettings(radius=1.0)) == "depthgauge gauge --radius 1"

@@ -336,23 +336,23 @@ def test_a_result_that_is_no_better_than_a_simple_one_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("removed", "trained", "no_repair", "advice"),
+    ("removed", "trained", "recover", "advice"),
     [
-        ([12], True, False, "0.513 nats per token"),
-        ([12], False, False, "; train it with --recover 2M"),
-        ([12], False, True, "; leave --no-repair out"),
-        ([12, 13], False, True, "; remove fewer blocks, or leave --no-repair out"),
-        ([12, 13], False, False, "; remove fewer blocks, or train it with --recover 2M"),
+        ([12], True, "2M", "0.513 nats per token"),
+        ([12], False, "repair", "; train it with --recover 2M"),
+        ([12], False, "none", "; leave --recover none out"),
+        ([12, 13], False, "none", "; remove fewer blocks, or leave --recover none out"),
+        ([12, 13], False, "repair", "; remove fewer blocks, or train it with --recover 2M"),
     ],
 )
 def test_the_advice_for_a_damaged_model_can_be_followed(
-    removed: list[int], trained: bool, no_repair: bool, advice: str
+    removed: list[int], trained: bool, recover: str, advice: str
 ) -> None:
-    """Fewer than one block cannot be removed, and --recover and --no-repair exclude each other."""
+    """Fewer than one block cannot be removed, and --recover has one value."""
     document = copy.deepcopy(DOCUMENT)
     document["removed"] = document["plan"]["removed"] = removed
     document["layers_after"] = document["layers_before"] - len(removed)
-    document["plan"]["settings"]["no_repair"] = no_repair
+    document["plan"]["settings"]["recover"] = recover
     document["recovery"] = document["recovery"] if trained else None
     (found,) = shrink_warnings(check_shrink(document))
     assert found.endswith(advice)

@@ -8,7 +8,7 @@ from torch import Tensor
 from depthgauge.checkpoints.blocks.attention_calls import Session
 from depthgauge.checkpoints.blocks.block_runner import BlockRunner
 from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, edited_states
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.weights.load import Checkpoint
 
 

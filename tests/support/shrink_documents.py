@@ -7,10 +7,10 @@ HOSTILE = "</script><script>alert(1)</script>"
 
 _SETTINGS = {
     "remove": "7", "remove_layers": None, "max_bytes": None, "max_increase": None, "keep": None,
-    "confidence": 0.95, "effort": "default", "no_repair": False, "recover": "2M", "general": None, "evaluate": None,
+    "confidence": 0.95, "effort": "default", "recover": "2M", "general": None, "evaluate": None,
     "text": ["corpus.txt", "more text.txt"],
     "stack": None, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
-    "dtype": "float32", "device": "cpu", "device_map": None, "stream": False, "tokenizer": None, "gguf_type": None,
+    "dtype": "float32", "device": "cpu", "tokenizer": None,
     "allow": None,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]
@@ -87,7 +87,7 @@ PLAN: dict[str, Any] = {
     "candidates": _candidates(), "settings": _SETTINGS, "calibration": _calibration(512, True),
     "hub": None,
 }  # fmt: skip
-"""The plan of `DOCUMENT`, as `--plan-only` writes it."""
+"""The plan of `DOCUMENT`, as `shrink --out plan.json` writes it."""
 
 ASSUMPTION = (
     "This holds for text like the certify windows: it assumes that these windows and future windows are exchangeable."

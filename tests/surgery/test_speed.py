@@ -12,7 +12,7 @@ from tiny_gguf import write_gguf
 from tiny_models import tokens
 from tiny_speech import speech_model
 
-from depthgauge.checkpoints.inputs.samples import Samples
+from depthgauge.checkpoints.inputs.windows import Samples
 from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.results.shrink_record import SpeedRecord
 from depthgauge.surgery import fresh_process

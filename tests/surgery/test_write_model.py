@@ -407,7 +407,7 @@ def test_the_model_card_says_what_was_done() -> None:
                  texts_caption(record), times_sentence(record),
                  *guarantee_sentences(record), f"{record.parameters.after:,} parameters instead of",
                  "| prefill | 812 ms | 634 ms | 0.781 [0.763, 0.8] |", "dequantized",
-                 "    depthgauge shrink Smol: 'one'.gguf --from-plan depthgauge.json"):  # fmt: skip
+                 "    depthgauge shrink Smol: 'one'.gguf --remove depthgauge.json"):  # fmt: skip
         assert part in body, part
     assert "/somewhere" not in card
     bare = encoder() | {"guarantee": None, "repaired": False}

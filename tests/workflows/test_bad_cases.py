@@ -32,7 +32,7 @@ from depthgauge.surgery import write_shrunk
 from depthgauge.workflows.shrink import ShrinkResult
 
 pytestmark = pytest.mark.usefixtures("forked_verification", "whole_training")
-WAYS = {"streamed": {"stream": True}, "loaded": {"sampled": 0.0}}
+WAYS = {"streamed": {"device": "stream:cpu"}, "loaded": {"sampled": 0.0}}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def weights_of(out: Path) -> dict[str, torch.Tensor]:
 
 def require_same_result(run: Callable[..., ShrinkResult], out: Path) -> None:
     """Resume a run; its result must be that of a run that was not interrupted."""
-    resumed, whole = run(out=out, resume=True), run(out=out.with_name("whole"))
+    resumed, whole = run(out=out), run(out=out.with_name("whole"))
     assert resumed.plan.removed == whole.plan.removed
     assert resumed.plan.search == whole.plan.search
     ours, theirs = weights_of(out), weights_of(out.with_name("whole"))
@@ -83,7 +83,7 @@ def test_a_disk_that_fills_while_the_model_is_written(
         full.setattr(PreTrainedModel, "save_pretrained", no_room)
         with pytest.raises(OutputError) as caught:
             run(out=out)
-    kept = f"the finished steps are kept in {out}.partial: add --resume to the same command to continue"
+    kept = f"the finished steps are kept in {out}.partial: run the same command again to continue"
     assert str(caught.value) == f"cannot write {out}: No space left on device; {kept}"
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     require_same_result(run, out)
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_while_a_repair_is_kept(
     out = tmp_path / "out"
     with monkeypatch.context() as full:
         full.setattr(torch, "save", saved_on_full_disk)
-        with pytest.raises(OutputError, match=r"repair-[0-9-]+\.pt: File too large; .* add --resume"):
+        with pytest.raises(OutputError, match=r"repair-[0-9-]+\.pt: File too large; .* run the same"):
             run(out=out)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["journal.json"]

@@ -111,14 +111,12 @@ def test_commands_that_do_not_train_are_refused(verb: str, folder: Path) -> None
     assert ended == [(2, "", sentence), (1, "", "")]
 
 
-@pytest.mark.parametrize("words", ["--device-map auto", "--device cuda:1"])
+@pytest.mark.parametrize("words", ["--device spread", "--device cuda:1"])
 def test_a_device_of_all_processes_is_refused(words: str, folder: Path, tmp_path: Path) -> None:
     command = ["shrink", str(folder / "model"), "--remove", "1", "--out", str(tmp_path / "out"), *words.split()]
     (code, _, said), other = started(2, "-m", "depthgauge", *command)
     assert code == 2
-    assert said.startswith(
-        f"error: {words if ':' in words else '--device-map'} cannot be combined with several processes"
-    )
+    assert said.startswith(f"error: {words} cannot be combined with several processes")
     assert other == (1, "", "")
 
 
@@ -145,7 +143,7 @@ def test_a_killed_process_ends_the_others_and_the_run_is_resumed(
     assert said.count(f"error: {EndedRunError()}") == said.count("error: ") == 1
     assert not out.exists()
     assert (tmp_path / "smaller.partial" / "journal.json").is_file()
-    monkeypatch.setattr(sys, "argv", ["depthgauge", *command, "--resume"])
+    monkeypatch.setattr(sys, "argv", ["depthgauge", *command])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

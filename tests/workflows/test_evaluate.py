@@ -14,7 +14,6 @@ from tiny_shrinks import quick
 import depthgauge as dg
 from depthgauge.checkpoints.tasks.confidence import largest_fall
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
-from depthgauge.workflows import evaluate_models as workflow
 
 TASKS = Path(__file__).parents[1] / "data" / "tasks"
 pytestmark = pytest.mark.usefixtures("data_cache", "forked_verification")
@@ -135,7 +134,9 @@ def test_bad_input_is_one_sentence_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(workflow, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "depthgauge.checkpoints.weights.described.load_model", lambda *_: pytest.fail("a model was loaded")
+    )
     (tmp_path / "short.txt").write_text("w1 w2 w3", encoding="utf-8")
     with pytest.raises(dg.InputError, match=sentence) as raised:
         dg.evaluate(models["random"], out="r.json", report="r.html", **given)
@@ -144,7 +145,7 @@ def test_bad_input_is_one_sentence_before_any_model_is_loaded(
 
 
 def test_models_that_cannot_be_evaluated_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(dg.InputError, match="is a bert model; evaluate needs a causal language model"):
+    with pytest.raises(dg.InputError, match="is a bert model; this command needs a causal language model"):
         dg.evaluate([models["random"], models["encoder"]])
     with pytest.raises(dg.InputError, match=r"cannot read .*nowhere: no such file or directory"):
         dg.evaluate(tmp_path / "nowhere")

@@ -78,7 +78,7 @@ def test_a_repaired_model_as_gguf(
     assert sorted(path.name for path in Path().iterdir()) == ["model.gguf", "smaller.depthgauge.json", "smaller.gguf"]
     # The losses in the record are those of the file: gauged from the file, the windows have the same loss.
     again = typed(
-        monkeypatch, capsys, model, "--from-plan", "smaller.depthgauge.json", "--out", "smaller.gguf", *QUICK[-2:]
+        monkeypatch, capsys, model, "--remove", "smaller.depthgauge.json", "--out", "smaller.gguf", *QUICK[-2:]
     )
     assert again[0] == 2
     assert "smaller.gguf exists; use --overwrite" in again[2]
@@ -89,7 +89,7 @@ def test_several_sizes_and_a_missing_llama(
 ) -> None:
     monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     code, out, err = typed(
-        monkeypatch, capsys, model, "--remove", "1,2", "--out", "s.gguf", "--no-repair", "--json", *QUICK
+        monkeypatch, capsys, model, "--remove", "1,2", "--out", "s.gguf", "--recover", "none", "--json", *QUICK
     )
     assert code == 0, err
     for document, count in zip(json.loads(out), (1, 2), strict=True):
@@ -113,7 +113,7 @@ def test_nothing_is_left_if_the_check_fails(
 
     monkeypatch.setattr(writer, "write_gguf", wrong)
     monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
-    words = (model, "--remove-layers", "2", "--out", "smaller.gguf", "--no-repair", *QUICK)
+    words = (model, "--remove-layers", "2", "--out", "smaller.gguf", "--recover", "none", *QUICK)
     code, _, err = typed(monkeypatch, capsys, *words)
     assert code == 1
     assert "in smaller.gguf is not the one in memory" in err
@@ -126,7 +126,7 @@ def test_a_block_with_a_sliding_window_is_kept(
     """llama.cpp crashes when it loads a Gemma 3 file that has none."""
     monkeypatch.setattr(shrink_stages, "has_llama", lambda: False)
     write_gguf(model, add_bos=True, family="gemma3", layers=3, fields={SLIDING: [True, False, True]})
-    quick = ("--no-repair", *QUICK)
+    quick = ("--recover", "none", *QUICK)
     code, _, err = typed(monkeypatch, capsys, "model.gguf", "--out", "x.gguf", "--remove-layers", "0,2", *quick)
     assert (code, Path("x.gguf").exists()) == (2, False)
     assert "2 blocks of model.gguf have a sliding window, and all of them would be removed" in err
@@ -139,8 +139,8 @@ def test_a_block_with_a_sliding_window_is_kept(
     ("words", "sentence"),
     [
         (("model.gguf", "--out", "model.gguf"), "--out and MODEL are the same file"),
-        (("model.gguf", "--out", "x.gguf", "--gguf-type", "Q3_K"), "gguf-type must be one of Q4_0, Q4_1"),
-        (("model.gguf", "--out", "x", "--gguf-type", "Q8_0"), "--gguf-type applies to GGUF files"),
+        (("model.gguf", "--out", "x.gguf", "--dtype", "Q3_K"), "dtype must be one of Q4_0, Q4_1"),
+        (("model.gguf", "--out", "x", "--dtype", "Q8_0"), "--dtype Q8_0 is a type of GGUF files"),
         (("folder", "--out", "x.gguf"), "convert it with llama.cpp's convert_hf_to_gguf.py"),
         (("cut.gguf", "--out", "x.gguf"), "cut.gguf is cut off: it has"),
         (("foreign.gguf", "--out", "x.gguf"), "foreign.gguf is not a GGUF file"),

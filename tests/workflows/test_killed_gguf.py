@@ -20,7 +20,7 @@ EVENTS = {"open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir"}
 FILES = {"model.gguf", "text.txt", "smaller.gguf", "smaller.depthgauge.json"}
 
 
-def run(folder: Path, notice: Callable[[str], None], resume: bool = False) -> None:
+def run(folder: Path, notice: Callable[[str], None]) -> None:
     """Shrink a tiny GGUF file; `notice` is called before every change of a file, from the first output on."""
     begun = False
 
@@ -36,9 +36,9 @@ def run(folder: Path, notice: Callable[[str], None], resume: bool = False) -> No
             notice(f"{event} {arguments[0]}")
 
     sys.addaudithook(hook)  # for the life of the process
-    quick: dict[str, Any] = {"no_repair": True, "effort": "quick", "window": 16, "allow": "unread", "sampled": 0.0}
+    quick: dict[str, Any] = {"recover": "none", "effort": "quick", "window": 16, "allow": "unread", "sampled": 0.0}
     given: dict[str, Any] = {"text": folder / "text.txt", "remove_layers": "1", "out": folder / "smaller.gguf"}
-    shrink(folder / "model.gguf", resume=resume, progress=progress, **given, **quick)
+    shrink(folder / "model.gguf", progress=progress, **given, **quick)
 
 
 def save_inputs(folder: Path) -> None:
@@ -85,7 +85,7 @@ def check_killed(finished: tuple[Path, list[str]], folder: Path, event: int) -> 
     assert exit_code(forked(lambda: run(folder, kill_at(event + 1)))) == -signal.SIGKILL
     if (folder / "smaller.gguf").exists():
         assert (folder / "smaller.gguf").read_bytes() == reference
-    assert exit_code(forked(lambda: run(folder, lambda _: None, resume=True))) == 0
+    assert exit_code(forked(lambda: run(folder, lambda _: None))) == 0
     assert (folder / "smaller.gguf").read_bytes() == reference
     assert {path.name for path in folder.iterdir()} == FILES
 

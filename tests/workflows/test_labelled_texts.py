@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.inputs.windows import Samples, read_data
 from depthgauge.checkpoints.source.library import quiet
 from depthgauge.results.gauge_record import GaugeOptions
 

@@ -179,7 +179,7 @@ def test_blocks_are_gauged_without_attention(name: str, tmp_path: Path, corpus: 
 
 def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "gpt2", tokenizer=False)
-    subject = dg.gauge(tmp_path, weights_only=True, device="cpu").to_json()["subjects"][0]
+    subject = dg.gauge(tmp_path, text="none", device="cpu").to_json()["subjects"][0]
     assert subject["text"] is None
     assert subject["layers"][0]["what_if"] == {}
     assert subject["layers"][0]["heads"][0]["eta"] > 0
@@ -243,7 +243,7 @@ def test_an_interrupted_gauging_goes_on(
         subject_of(folders["llama"], corpus, out=out, **options)
     kept = [len(kinds) for kinds in json.loads((journal_folder(out) / "journal.json").read_text())["entries"].values()]
     assert kept == finished
-    again = subject_of(folders["llama"], corpus, out=out, resume=True, **options)
+    again = subject_of(folders["llama"], corpus, out=out, **options)
     assert again == whole
     assert len(calls) == last + (3 if free else 1 + 3 + 5)  # what was finished is not measured again
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
@@ -254,19 +254,17 @@ def test_resuming_something_else_is_refused(
     folders: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "r.json"
-    with pytest.raises(InputError, match="--resume needs the output of the interrupted run; give the same --out"):
-        subject_of(folders["llama"], corpus, resume=True)
     with monkeypatch.context() as patch:
         patch.setattr(gauge_checkpoint, "subject_record", lambda *found, **others: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             subject_of(folders["llama"], corpus, out=out, what_if="none")
     with pytest.raises(InputError, match="was started with what_if 'none', now it is 'block'"):
-        subject_of(folders["llama"], corpus, out=out, what_if="block", resume=True)
+        subject_of(folders["llama"], corpus, out=out, what_if="block")
     with pytest.raises(InputError, match="was started with target"):
-        subject_of(folders["bert"], corpus, out=out, what_if="none", resume=True)
+        subject_of(folders["bert"], corpus, out=out, what_if="none")
     (journal_folder(out) / "journal.json").write_text("{")
     with pytest.raises(InputError, match="is not a journal"):
-        subject_of(folders["llama"], corpus, out=out, what_if="none", resume=True)
+        subject_of(folders["llama"], corpus, out=out, what_if="none")
 
 
 @pytest.mark.parametrize(

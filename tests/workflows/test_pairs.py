@@ -21,7 +21,7 @@ from depthgauge.checkpoints.blocks.block_runner import BlockRunner
 from depthgauge.checkpoints.blocks.probe import derived
 from depthgauge.checkpoints.blocks.what_if import encoded
 from depthgauge.checkpoints.inputs.found_data import FoundData, find_data
-from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.inputs.windows import Samples, read_data
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.families import Family, Sublayer
 from depthgauge.checkpoints.weights.load import with_stack, wrap
@@ -308,7 +308,7 @@ def test_a_model_that_would_not_generate_is_refused_before_the_work(stack: str, 
     del model.encoder.block[3]
     model.config.num_layers = 3
     given = {"text": place / "pairs.jsonl", "tokenizer": AutoTokenizer.from_pretrained(place / "t5")}
-    options = {"stack": stack, "effort": "quick", "no_repair": True}
+    options = {"stack": stack, "effort": "quick", "recover": "none"}
     if stack == "encoder":
         with pytest.raises(CheckpointError, match=r"with 2 blocks in its encoder, .* cannot generate in transformers"):
             dg.shrink(model, remove=1, **given, **options)
@@ -382,6 +382,8 @@ def test_too_few_pairs_and_too_many_blocks(place: Path, tmp_path: Path, monkeypa
         match="has 20 different pairs, and 376 are needed; give more pairs, or use --effort quick, which needs 132",
     ):
         dg.shrink(place / "t5", text=few, remove=1, device="cpu")
-    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(
+        "depthgauge.checkpoints.weights.described.load_model", lambda *_: pytest.fail("the weights were loaded")
+    )
     with pytest.raises(InputError, match="remove must be from 1 to 2 blocks, got 3"):
         dg.shrink(place / "bart", text=place / "pairs.jsonl", remove=3, effort="quick", device="cpu")

@@ -13,7 +13,6 @@ from tiny_shrinks import save
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.cli.main import main
 from depthgauge.recovery.divergence import TRAIN, Pair
 from depthgauge.results.recover_record import check_recover
 from depthgauge.results.shrink_record import check_shrink
@@ -120,7 +119,7 @@ def test_shrink_recovers_before_it_certifies(place: Path) -> None:
     given: dict[str, Any] = {
         "text": place / "text.txt", "window": WINDOW, "effort": "quick", "remove_layers": "2", "sampled": 0.1,
     }  # fmt: skip
-    bare = dg.shrink(place / "model", no_repair=True, **given).record
+    bare = dg.shrink(place / "model", recover="none", **given).record
     made = dg.shrink(place / "model", recover=TOKENS, out=place / "shrunk", report=place / "shrunk.html", **given)
     record = made.record
     assert record.recovery is not None
@@ -135,7 +134,7 @@ def test_shrink_recovers_before_it_certifies(place: Path) -> None:
     assert check_shrink(json.loads((place / "shrunk" / "depthgauge.json").read_text())) == record
     assert "predict what the source model predicts" in (place / "shrunk" / "README.md").read_text()
     assert "How the training went" in (place / "shrunk.html").read_text()
-    dense = dg.shrink(place / "model", no_repair=True, **given).record
+    dense = dg.shrink(place / "model", recover="none", **given).record
     assert dense.loss.dense == record.loss.dense  # the dense model has its weights again
 
 
@@ -168,17 +167,6 @@ def test_wrong_options_are_named(place: Path, fields: dict[str, Any], said: str)
 def test_shrink_names_what_recover_expects(place: Path, recover: str) -> None:
     with pytest.raises(InputError, match="recover must be a number of tokens such as 2M, a time such as 10min"):
         dg.shrink(place / "model", remove=1, recover=recover)
-
-
-def test_heal_is_gone(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="--recover 2M"):
-        dg.shrink(place / "model", remove=1, heal=200)
-    command = ["depthgauge", "shrink", str(place / "model"), "--remove", "1", "--heal", "200", "--out", "x"]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "--heal is gone: give --recover 2M" in capsys.readouterr().err
 
 
 def test_models_with_other_tokenizers_are_refused(place: Path, tmp_path: Path) -> None:

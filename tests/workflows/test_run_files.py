@@ -19,7 +19,7 @@ from depthgauge.workflows.shrink import plan_shrink
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
 
-QUICK = {"window": 16, "effort": "quick", "no_repair": True, "remove": 1, "confidence": 0.5, "device": "cpu"}
+QUICK = {"window": 16, "effort": "quick", "recover": "none", "remove": 1, "confidence": 0.5, "device": "cpu"}
 GAUGE = {"window": 16, "tokens": 32, "what_if": "none", "device": "cpu"}
 
 
@@ -53,29 +53,27 @@ def crash(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("run", [gauged, planned])
-def test_resume_does_not_replace_a_file_that_no_run_wrote(
-    shared: Path, tmp_path: Path, run: Callable[..., Any]
-) -> None:
+def test_a_file_that_no_run_wrote_is_not_replaced(shared: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     out = tmp_path / "out.json"
     out.write_text("MY NOTES")
     with pytest.raises(InputError, match="exists; use --overwrite"):
-        run(shared, out=out, resume=True)
+        run(shared, out=out)
     assert out.read_text() == "MY NOTES"
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 @pytest.mark.parametrize("run", [gauged, shrunk])
-def test_resume_does_not_replace_a_page_that_no_run_wrote(
+def test_a_page_that_no_run_wrote_is_not_replaced(
     shared: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither without an interrupted run, nor with one that did not write the page."""
     out, page = tmp_path / "out", tmp_path / "notes.html"
     page.write_text("MY NOTES")
     with pytest.raises(InputError, match="exists; use --overwrite"):
-        run(shared, out=out, report=page, resume=True)
+        run(shared, out=out, report=page)
     page.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge.page_text", crash)
+        patch.setattr("depthgauge.report.page.page_text", crash)
         patch.setattr("depthgauge.workflows.shrink.sizes_page_text", crash)
         with pytest.raises(StoppedError):
             run(shared, out=out, report=page)
@@ -83,10 +81,10 @@ def test_resume_does_not_replace_a_page_that_no_run_wrote(
     assert journal_folder(out).exists()
     page.write_text("MY NOTES")
     with pytest.raises(InputError, match="exists; use --overwrite"):
-        run(shared, out=out, report=page, resume=True)
+        run(shared, out=out, report=page)
     assert page.read_text() == "MY NOTES"
     page.unlink()
-    run(shared, out=out, report=page, resume=True)  # replaces what it wrote itself
+    run(shared, out=out, report=page)  # replaces what it wrote itself
     assert page.read_text().startswith("<!doctype html>")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "notes.html"}
 
@@ -96,12 +94,12 @@ def test_an_output_that_was_changed_after_the_interruption_is_not_replaced(
 ) -> None:
     out, page = tmp_path / "r.json", tmp_path / "page.html"
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge.page_text", crash)
+        patch.setattr("depthgauge.report.page.page_text", crash)
         with pytest.raises(StoppedError):
             gauged(shared, out=out, report=page)
     out.write_text(out.read_text() + "with my remarks")
     with pytest.raises(InputError, match="exists; use --overwrite"):
-        gauged(shared, out=out, report=page, resume=True)
+        gauged(shared, out=out, report=page)
     assert out.read_text().endswith("with my remarks")
 
 
@@ -213,7 +211,7 @@ def test_no_combination_of_paths_loses_a_file(shared: Path, tmp_path: Path, seed
     before = contents(tmp_path)
     verb = draw.choice(["gauge", "shrink", "plan"])
     out, page = place(), draw.choice([None, place()])
-    flags = {name: draw.random() < 0.5 for name in ("resume", "overwrite")}
+    flags = {"overwrite": draw.random() < 0.5}
     crashes = draw.random() < 0.3
     calls = itertools.count()
     stop = draw.randrange(1, 12)

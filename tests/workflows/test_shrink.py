@@ -72,22 +72,24 @@ def test_a_plan_gives_the_same_weights(tmp_path: Path, llama: Path, text: Path) 
     plan = plan_shrink(llama, window=16, effort="quick", text=text, remove=2)
     (tmp_path / "plan.json").write_text(plan.dump())
     direct = quick(llama, text, remove=2)
-    followed = shrink(llama, plan=tmp_path / "plan.json")
+    followed = shrink(llama, remove=tmp_path / "plan.json")
     assert followed.record.removed == direct.record.removed == plan.removed
     ours, theirs = direct.model.state_dict(), followed.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert followed.record.loss == direct.record.loss
+    with pytest.raises(InputError, match=r"is the name of a plan, which plan_shrink\(\) writes"):
+        quick(llama, text, remove=2, out=tmp_path / "other.json")
 
 
 def test_a_plan_is_refused_for_other_weights(tmp_path: Path, llama: Path, text: Path) -> None:
-    plan = plan_shrink(llama, window=16, effort="quick", text=text, remove=1, no_repair=True)
+    plan = plan_shrink(llama, window=16, effort="quick", text=text, remove=1, recover="none")
     other = save(tmp_path / "other", "llama")
     weights = load_file(other / "model.safetensors")
     name = next(iter(weights))
     save_file(weights | {name: weights[name] + 1}, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match="other weights"):
         shrink(other, plan=plan)
-    with pytest.raises(InputError, match=r"--remove cannot be combined with --from-plan"):
+    with pytest.raises(InputError, match=r"--remove cannot be combined with a plan"):
         shrink(llama, plan=plan, remove=2)
 
 
@@ -113,7 +115,7 @@ def test_every_family_is_shrunk(name: str, tmp_path: Path, text: Path) -> None:
 
 
 def test_no_repair_changes_no_weight(tmp_path: Path, llama: Path, text: Path) -> None:
-    result = quick(llama, text, remove=2, no_repair=True)
+    result = quick(llama, text, remove=2, recover="none")
     assert not result.record.repaired
     dense = load_file(llama / "model.safetensors")
     kept = [layer for layer in range(LAYERS) if layer not in result.record.removed]
@@ -186,12 +188,12 @@ def test_another_text_is_not_mixed_into_a_resumed_run(llama: Path, text: Path, t
             raise KeyboardInterrupt
 
     out = tmp_path / "out"
-    with pytest.raises(InterruptedRunError, match="add --resume to the same command"):
+    with pytest.raises(InterruptedRunError, match="run the same command again"):
         quick(llama, own, remove=2, out=out, progress=interrupt)
     words = own.read_text().split()
     own.write_text(" ".join(words[7:] + words[:7]))
     with pytest.raises(InputError, match="was started with digest of the calibration windows"):
-        quick(llama, own, remove=2, out=out, resume=True)
+        quick(llama, own, remove=2, out=out)
     (out.with_name("out.partial") / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match=r"mine\.txt was not left there by an interrupted run"):
         quick(llama, own, remove=2, out=out, overwrite=True)
@@ -239,16 +241,16 @@ def test_weights_that_are_loaded_on_demand_are_not_repaired(llama: Path, text: P
     places |= {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(LAYERS)}
     model = AutoModelForCausalLM.from_pretrained(llama, device_map=places, offload_folder=tmp_path / "offload")
     tokenizer = AutoTokenizer.from_pretrained(llama)
-    with pytest.raises(InputError, match="cannot be repaired; use more devices, or --no-repair"):
+    with pytest.raises(InputError, match="cannot be repaired; use more devices, or --recover none"):
         quick(model, text, remove=1, tokenizer=tokenizer)
-    assert quick(model, text, remove=1, tokenizer=tokenizer, no_repair=True).record.layers_after == LAYERS - 1
+    assert quick(model, text, remove=1, tokenizer=tokenizer, recover="none").record.layers_after == LAYERS - 1
 
 
 def test_streamed_weights_need_a_text_only_where_text_would_be_sampled() -> None:
-    ShrinkOptions(remove="1", text=("photos",), stream=True).check()
-    ShrinkOptions(remove="1", text=("corpus.txt",), stream=True).check()
-    with pytest.raises(InputError, match="give --text, or leave --stream out"):
-        ShrinkOptions(remove="1", stream=True).check()
+    ShrinkOptions(remove="1", text=("photos",), device="stream").check()
+    ShrinkOptions(remove="1", text=("corpus.txt",), device="stream").check()
+    with pytest.raises(InputError, match="give --text, or leave --device stream out"):
+        ShrinkOptions(remove="1", device="stream").check()
 
 
 def test_a_share_of_samples_needs_a_text(llama: Path) -> None:
@@ -300,11 +302,10 @@ BAD = {
     "confidence": ({"remove": 1, "confidence": 2.0}, "confidence must be a number"),
     "effort": ({"remove": 1, "effort": "huge"}, "effort must be one of quick, default, high"),
     "removed options": ({"remove": 1, "objective": "kl"}, "option of shrink must be one of"),
-    "recovery": ({"remove": 1, "recover": "4k", "no_repair": True}, "leave one of them out"),
-    "general": ({"remove": 1, "general": "none", "recover": "off"}, "leave --general out"),
+    "recovery": ({"remove": 1, "recover": "off"}, "a time such as 10min, auto, repair or none, got 'off'"),
+    "general": ({"remove": 1, "general": "none", "recover": "repair"}, "leave one out"),
     "option": ({"remove": 1, "sample": 3}, "did you mean 'sampled'"),
     "window": ({"remove": 1, "window": 1000}, "window must be at most"),
-    "resume": ({"remove": 1, "resume": True}, "--resume needs the output"),
 }
 
 
@@ -328,7 +329,9 @@ def test_numbers_of_blocks_are_checked_before_the_weights(
 ) -> None:
     """No text is needed for this either, which would be sampled from the model."""
     changes, words = TOO_MANY[case]
-    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(
+        "depthgauge.checkpoints.weights.described.load_model", lambda *_: pytest.fail("the weights were loaded")
+    )
     with pytest.raises(InputError, match=words):
         quick(llama, None, **changes)
 
@@ -412,9 +415,7 @@ def test_a_killed_run_is_resumed_with_the_same_plan(
     out = tmp_path / "out"
     kill_at(phase, partial(quick, llama, text, remove=2, out=out))
     assert not out.exists()
-    with pytest.raises(InputError, match="continue it with --resume"):
-        quick(llama, text, remove=2, out=out)
-    resumed = quick(llama, text, remove=2, out=out, resume=True)
+    resumed = quick(llama, text, remove=2, out=out)
     assert resumed.plan.removed == uninterrupted.plan.removed
     ours, theirs = uninterrupted.model.state_dict(), load_file(out / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

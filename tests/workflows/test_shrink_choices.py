@@ -59,10 +59,10 @@ def test_a_resumed_run_of_several_sizes_keeps_what_is_written(
         if label.startswith("loading the result") and (tmp_path / "out-1").exists():
             raise KeyboardInterrupt
 
-    with pytest.raises(InterruptedRunError, match="--resume"):
+    with pytest.raises(InterruptedRunError, match="run the same command again"):
         quick(llama, text, remove="1,2", out=out, progress=progress)
     before = (tmp_path / "out-1" / "depthgauge.json").stat().st_mtime_ns
-    quick(llama, text, remove="1,2", out=out, resume=True)
+    quick(llama, text, remove="1,2", out=out)
     assert (tmp_path / "out-1" / "depthgauge.json").stat().st_mtime_ns == before
     assert {path.name for path in tmp_path.iterdir()} == {"out-1", "out-2"}
 
@@ -85,7 +85,7 @@ def test_as_few_blocks_go_as_the_bytes_need(llama: Path, text: Path, tmp_path: P
     counts = []
     for share in (0.95, 0.7):
         limit = int(share * size)
-        record = quick(llama, text, max_bytes=limit, no_repair=True, out=tmp_path / f"{share}").record
+        record = quick(llama, text, max_bytes=limit, recover="none", out=tmp_path / f"{share}").record
         assert record.bytes.after is not None
         assert record.bytes.after <= limit + 2000  # the header of the file
         counts.append(len(record.removed))

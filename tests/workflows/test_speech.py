@@ -17,9 +17,9 @@ from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_s
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.inputs.found_data import find_data
-from depthgauge.checkpoints.inputs.samples import Samples, read_data
+from depthgauge.checkpoints.inputs.windows import Samples, read_data
 from depthgauge.checkpoints.source.library import quiet
-from depthgauge.checkpoints.weights.load import SpeechReader
+from depthgauge.checkpoints.weights.described import SpeechReader
 from depthgauge.cli.main import main
 from depthgauge.results.gauge_record import GaugeOptions
 
@@ -206,8 +206,7 @@ def test_bad_recordings_are_one_sentence(
     def load(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("depthgauge.workflows.gauge_checkpoint.load_model", load)
-    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", load)
+    monkeypatch.setattr("depthgauge.checkpoints.weights.described.load_model", load)
     more = ["--remove", "1"] if verb == "shrink" else []
     code = run(monkeypatch, verb, place / model, *words(folder), "--device", "cpu", "--out", out, *more)
     error = " ".join(capsys.readouterr().err.split())

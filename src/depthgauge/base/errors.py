@@ -7,7 +7,9 @@ import math
 import numbers
 import re
 import reprlib
+import warnings
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,7 +68,7 @@ class EndedRunError(DepthgaugeError):
     def __init__(self) -> None:
         super().__init__(
             "another process of this run has ended, or the run was stopped; what was finished is kept next to --out: "
-            "add --resume to the same command to continue"
+            "run the same command again to continue"
         )
 
 
@@ -85,6 +87,19 @@ def install_command(extra: str) -> str:
 def missing_extra(what: str, extra: str) -> MissingPackageError:
     """Return the error for something that needs the packages of an extra, which are not installed."""
     return MissingPackageError(f"{what} needs the extra `{extra}`; install it with `{install_command(extra)}`")
+
+
+def optional(module: str, what: str, extra: str) -> Any:
+    """Import and return a module of an extra, without warnings; raise an error that names the extra if it is missing.
+
+    `what` is what needs it.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return import_module(module)
+    except ImportError as error:
+        raise missing_extra(what, extra) from error
 
 
 def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:

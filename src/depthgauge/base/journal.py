@@ -48,29 +48,27 @@ class Journal:
     """Entries by name and the files that were written, saved after every change in the folder `OUT.partial`.
 
     `with Journal(out) as journal` locks the output. When the block ends, the folder is deleted; if it ends with an
-    error, the entries are kept for `resume`. Without `out`, or if it is a device, everything stays in memory.
+    error, the entries are kept, and the same run continues with them. Without `out`, or if it is a device, everything
+    stays in memory.
 
-    `resume` continues an interrupted run if there is one; `message` is called with a sentence if there is none.
-    `overwrite` starts again where an interrupted run has left its journal. An InputError says that another process
-    writes the same output, that an interrupted run would be lost, or that the folder has files of somebody else.
+    `message` is called with a sentence if an interrupted run is continued. With `overwrite`, another run replaces an
+    interrupted one. An InputError says that another process writes the same output, that an interrupted run would be
+    lost, or that the folder has files of somebody else.
     """
 
     def __init__(
         self,
         out: str | Path | None = None,
         *,
-        resume: bool = False,
         overwrite: bool = False,
         message: Callable[[str], None] = no_message,
     ) -> None:
-        if resume and out is None:
-            raise InputError("--resume needs the output of the interrupted run; give the same --out as before")
         self.folder = None if out is None or is_special(out) else journal_folder(out)
         self.entries: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         self._about: dict[str, Any] = {}
-        self._resume, self._overwrite, self._message = resume, overwrite, message
-        self._resumed, self._held = False, ExitStack()
+        self._before: dict[str, Any] | None = None
+        self._overwrite, self._message, self._held = overwrite, message, ExitStack()
 
     def __enter__(self) -> "Journal":
         if self.folder is not None:
@@ -90,28 +88,38 @@ class Journal:
         self._release(keep=kind is not None)
         if self.folder is None or not self.folder.is_dir():
             return
-        advice = f"the finished steps are kept in {self.folder}: add --resume to the same command to continue"
+        advice = f"the finished steps are kept in {self.folder}: run the same command again to continue"
         if kind is KeyboardInterrupt:
             raise InterruptedRunError(f"interrupted; {advice}") from error
         if isinstance(error, OutputError):  # a full disk, for example
             error.args = (f"{error}; {advice}",)
 
     def begin(self, about: dict[str, Any]) -> None:
-        """Set the description of the run. A run resumes only from a journal with the same description."""
-        if not self._resumed:
+        """Set the description of the run. Only a run with the same description is continued."""
+        if self._before is None:
             self._delete()
         for name, value in about.items():
             self.describe(name, value)
+        if self._before is not None:
+            self._message(f"continuing the interrupted run in {self.folder}")
 
     def describe(self, name: str, value: Any) -> None:
-        """Add to the description of the run. An interrupted run must have had the same."""
+        """Add to the description of the run. An interrupted run must have had the same, or it is replaced."""
         value = json.loads(json.dumps(value))  # tuples become lists, as in the file
-        if self._resumed and (before := self._about.get(name)) != value:
-            raise InputError(
-                f"{self.folder} was started with {name} {before!r}, now it is {value!r}; repeat the first command, or "
-                "use --overwrite without --resume to start again"
-            )
+        if self._before is not None and (before := self._before.get(name)) != value:
+            if not self._overwrite:
+                raise InputError(
+                    f"{self.folder} was started with {name} {before!r}, now it is {value!r}; repeat the first command, "
+                    "or use --overwrite to start again"
+                )
+            self._before, self.entries, self._written = None, {}, {}
+            self._delete()
         self._about[name] = value
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether an interrupted run is continued."""
+        return self._before is not None
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an entry."""
@@ -171,19 +179,10 @@ class Journal:
             return False
 
     def _open(self, path: Path) -> None:
-        if not path.exists():
-            if self._resume:
-                self._message(f"there is no interrupted run in {self.folder}; a new run is started")
-            return
-        if self._resume:
+        if path.exists():
             document = _read(path)
-            self._about, self.entries, self._written = document["about"], document["entries"], document["written"]
-            self._resumed = True
-        elif not self._overwrite:
-            raise InputError(
-                f"{self.folder} belongs to an interrupted run; continue it with --resume, or use --overwrite to start "
-                "again"
-            )
+            self._before, self.entries, self._written = document["about"], document["entries"], document["written"]
+            self._about = {**document["about"]}
 
     def _save(self) -> None:
         if self.folder is not None:

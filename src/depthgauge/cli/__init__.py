@@ -1,1 +1,1 @@
-"""The command `depthgauge`: one file per subcommand, which parses, calls a workflow and prints a record."""
+"""The command `depthgauge`, which parses, calls a workflow and prints a record."""

@@ -11,24 +11,13 @@ import typer
 from depthgauge._version import __version__
 from depthgauge.base.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.base.format import one_line
-from depthgauge.cli import (
-    claims,
-    collapse,
-    evaluate,
-    gauge,
-    random,
-    recover,
-    report,
-    reproduce,
-    separate,
-    shrink,
-    sweep,
-)
+from depthgauge.cli.model_commands import evaluate, gauge, recover, shrink
+from depthgauge.cli.network_commands import collapse, random, report, sweep
 from depthgauge.cli.options import Verb
 from depthgauge.cli.output import print_terms
+from depthgauge.cli.paper_commands import claims, reproduce, separate
 from depthgauge.cli.torchrun import LaunchedCommand
 from depthgauge.results.labels import TERMS
-from depthgauge.results.shrink_record import HEAL_IS_GONE
 
 app = typer.Typer(
     name="depthgauge",
@@ -44,9 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (gauge, shrink, recover, evaluate, collapse, random, sweep, report):
-    app.command(name=verb.__name__.rpartition(".")[2], cls=Verb, rich_help_panel="Your network or model")(verb.command)
+    app.command(cls=Verb, rich_help_panel="Your network or model")(verb)
 for verb in (claims, separate, reproduce):
-    app.command(name=verb.__name__.rpartition(".")[2], cls=Verb, rich_help_panel="The two papers")(verb.command)
+    app.command(cls=Verb, rich_help_panel="The two papers")(verb)
 
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
@@ -54,7 +43,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 TRAINING = ("shrink", "recover")
 """The commands that several processes can run together, because they train."""
 GONE = {
-    "--heal": HEAL_IS_GONE,
+    "--heal": "--heal is gone: give --recover 2M, a number of tokens, or --recover 10min, a time",
     "--estimate": "--estimate is gone: a run says at its start whether it fits, and prints the time that is left",
     **{f"--{name}": f"--{name} is gone: --data takes files of every kind" for name in ("images", "pairs", "audio")},
     "--labels": "--labels is gone: give the file to --data, and for images also their folder to --data",
@@ -67,6 +56,14 @@ GONE = {
             ("force", "unread"),
         )
     },
+    "--stream": "--stream is gone: give --device stream",
+    "--device-map": "--device-map is gone: give --device spread",
+    "--gguf-type": "--gguf-type is gone: give the type to --dtype",
+    "--no-repair": "--no-repair is gone: give --recover none",
+    "--plan-only": "--plan-only is gone: give --out a name that ends with .json",
+    "--from-plan": "--from-plan is gone: give the plan to --remove",
+    "--resume": "--resume is gone: the same command continues an interrupted run",
+    "--weights-only": "--weights-only is gone: give --data none",
     "--no-what-if": "--no-what-if is gone: give --what-if none",
     "--sizes": "--sizes is gone: give --remove several numbers, such as --remove 2,4,6",
     "--as-is": "--as-is is gone: --data reads a file whose name ends with .txt as it is",
@@ -150,7 +147,7 @@ def main() -> None:
         if os.environ.get("DEPTHGAUGE_DEBUG"):
             raise
         if is_out_of_memory(error):
-            sentence = "use fewer or shorter inputs; of a checkpoint, --stream keeps one block in memory at a time"
+            sentence = "use fewer or shorter inputs, or --device stream, which keeps one block in memory at a time"
             launch.fail(f"memory ran out: {sentence} ({one_line(error, 100)})")
             code = 2
         else:

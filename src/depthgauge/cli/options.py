@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from depthgauge.results.record import RARE, Record
+from depthgauge.results.record import RARE, Record, annotation_of
 
 
 class Verb(TyperCommand):
@@ -68,15 +68,16 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = record.__struct_fields__
+        shared = [field for field in record.__struct_fields__ if field not in record.__annotations__]
+        fields = [*record.__annotations__, *shared]
 
         @functools.wraps(command)
-        def run(*args: Any, **given: Any) -> None:
-            del given["help_all"]
-            chosen = {name: given.pop(name) for name in fields}
+        def run(*args: Any, **arguments: Any) -> None:
+            del arguments["help_all"]
+            chosen = {name: arguments.pop(name) for name in fields}
             plain = {name: _plain(value) for name, value in chosen.items()}
             options = record(**{name: value for name, value in plain.items() if value is not None})
-            command(*args, options=options, **given)
+            command(*args, options=options, **arguments)
 
         parameters = []
         for name, parameter in inspect.signature(command).parameters.items():
@@ -106,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_path: bool) -> inspect.Parameter:
     kind: Any
-    annotation: Any = next(base.__annotations__[name] for base in record.__mro__ if name in base.__annotations__)
+    annotation = annotation_of(record, name)
     meta, plain = annotation.__metadata__[0], annotation.__origin__
     if isinstance(plain, types.UnionType):  # one path or several may be given by keyword
         *_, plain = (kind for kind in get_args(plain) if kind is not types.NoneType)
@@ -124,7 +125,7 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
 
 
 def _documented(record: type[Record]) -> dict[str, str]:
-    """Return the text of each attribute in the docstring of a record, on one line."""
-    _, _, attributes = (inspect.getdoc(record) or "").partition("Attributes:\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
-    return {name: " ".join(text.split()).replace(" [default", "  [default") for name, text in found}
+    """Return the text of each attribute in the docstrings of a record and its base classes, on one line."""
+    parts = [(inspect.getdoc(base) or "").partition("Attributes:\n")[2] for base in record.__mro__]
+    texts = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", "\n".join(parts), re.MULTILINE)
+    return {name: " ".join(text.split()).replace(" [default", "  [default") for name, text in texts}

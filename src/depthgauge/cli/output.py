@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,8 @@ START_DELAY = 1.0
 HEARTBEAT = 30.0
 """Seconds between two lines of progress where standard error is not a terminal."""
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
-"""The type of every command's `overwrite` argument."""
+Page = Annotated[Path | None, typer.Option("--report", help="Also write a page with charts (.html).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def note(sentence: str) -> None:

@@ -83,11 +83,11 @@ class LaunchedCommand:
 
     def check_placement(self, options: Any) -> None:
         """Raise an InputError if options place the models of all processes on the same devices."""
-        device, device_map = options.device or "", getattr(options, "device_map", None)
-        given = "--device-map" if device_map is not None else f"--device {device}" if ":" in device else None
-        if given is not None and self.count > 1:
+        place = (options.device or "").removeprefix("stream:")
+        flag = f"--device {options.device}" if options.is_spread or ":" in place else None
+        if flag is not None and self.count > 1:
             raise InputError(
-                f"{given} cannot be combined with several processes, each of which has its own GPU; leave it out, or "
+                f"{flag} cannot be combined with several processes, each of which has its own GPU; leave it out, or "
                 "start one process without torchrun"
             )
 

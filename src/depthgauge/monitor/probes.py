@@ -21,9 +21,9 @@ from depthgauge.checkpoints.blocks.circuits import block_sizes, layer_sizes
 from depthgauge.checkpoints.blocks.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.blocks.probe import derived, relative_difference
 from depthgauge.checkpoints.blocks.window_observer import SublayerScores
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.source.library import transformers
-from depthgauge.checkpoints.weights.load import Checkpoint, wrap
+from depthgauge.checkpoints.weights.load import Checkpoint, require_layers, wrap
 from depthgauge.monitor.measurement import (
     Measurement,
     RowWatch,
@@ -200,14 +200,8 @@ class ModelProbe:
 
     def _check_model(self) -> None:
         """Raise `InputError` for a model without layers, or without an embedding of token ids."""
-        name, config = type(self.model).__name__, self.model.config.get_text_config()
-        for key, default in (("num_hidden_layers", None), ("num_attention_heads", 0)):
-            if not isinstance(found := getattr(config, key, default), int):
-                given = f"no {key}" if found is None else f"the {key} {found!r}"
-                raise InputError(
-                    f"{name} cannot be monitored: its configuration has {given}, where a whole number is expected; "
-                    "give a transformer"
-                )
+        name = type(self.model).__name__
+        require_layers(self.model.config, name)
         try:
             _ = self.model.get_input_embeddings().weight
         except (AttributeError, NotImplementedError) as error:

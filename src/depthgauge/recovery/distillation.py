@@ -279,8 +279,8 @@ def _train(
             """Return the divergence on a batch: the mean over the batches of a step is that over its windows."""
             index = inputs["index"]
             windows = index[index >= 0]
-            found: Tensor = model(windows if len(windows) else index[:1] * 0)
-            return found * (len(windows) / fit.rows * (parts * together / training.batch))
+            loss: Tensor = model(windows if len(windows) else index[:1] * 0)
+            return loss * (len(windows) / fit.rows * (parts * together / training.batch))
 
         def training_step(self, *args: Any, **keywords: Any) -> Tensor:
             """Raise if the loss is not finite, before the weights change."""
@@ -395,13 +395,13 @@ class _Observed:
 
     def measured(self, model: Any) -> dict[str, Any]:
         """Measure the student on the selection windows and those kept apart; return an entry of the history."""
-        found = {part: self.pair.losses(part, model) for part in (SELECT, APART) if part in self.pair.windows}
-        self._losses.append(found[SELECT])
-        if not bool(found[SELECT].isfinite().all()):
+        losses = {part: self.pair.losses(part, model) for part in (SELECT, APART) if part in self.pair.windows}
+        self._losses.append(losses[SELECT])
+        if not bool(losses[SELECT].isfinite().all()):
             raise _NotFiniteError
-        apart = float(found[APART].mean()) if APART in found else None
+        apart = float(losses[APART].mean()) if APART in losses else None
         return {
-            "select": float(found[SELECT].mean()), "apart": apart, "losses": found[SELECT].tolist(),
+            "select": float(losses[SELECT].mean()), "apart": apart, "losses": losses[SELECT].tolist(),
             "seconds": self.elapsed,
         }  # fmt: skip
 
@@ -429,8 +429,8 @@ def _of_first(value: T) -> T:
 
 def _last_saved(folder: Path) -> Path | None:
     """Return the last saved state that is complete; its description is written last."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    folders = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _in_bytes(weights: Sequence[nn.Parameter], rate: float) -> Any:

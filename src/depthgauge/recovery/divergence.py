@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from depthgauge.base.errors import InputError
 from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output, no_cache, window_losses
-from depthgauge.checkpoints.inputs.samples import Inputs, as_samples, shortened
+from depthgauge.checkpoints.inputs.windows import Inputs, as_samples, shortened
 from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint
 
 ENTRIES = {"cpu": 2**22, "cuda": 2**26}
@@ -42,8 +42,8 @@ class LogitHead:
 
     def states(self, inputs: dict[str, Any]) -> Float[Tensor, "tokens d"]:
         """Return the states of all tokens."""
-        found: Tensor = self.body(**inputs, **no_cache(self.body)).last_hidden_state
-        return found.flatten(0, 1)
+        hidden: Tensor = self.body(**inputs, **no_cache(self.body)).last_hidden_state
+        return hidden.flatten(0, 1)
 
     def logits(self, states: Float[Tensor, "tokens d"]) -> Float[Tensor, "tokens vocabulary"]:
         """Return the logits of some tokens in float32."""
@@ -128,8 +128,8 @@ class Pair(nn.Module):
         self.eval()
 
         def measure(these: slice) -> Tensor:
-            found: Tensor = (self if model is None else model)(torch.arange(count)[these], part)
-            return found.double().cpu()
+            losses: Tensor = (self if model is None else model)(torch.arange(count)[these], part)
+            return losses.double().cpu()
 
         return torch.cat(self.batches.map(measure, count))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from depthgauge.base.errors import EndedRunError, is_out_of_memory
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.recovery.distillation import Training, distil
@@ -51,18 +51,18 @@ def packed(
     pair: Pair, weights: Sequence[nn.Parameter], order: Sequence[int], training: Training
 ) -> tuple[SentTraining, list[Tensor]]:
     """Return a training without the numbers of the models, and the tensors that have them."""
-    found = {id(one): one for one in (*pair.parameters(), *pair.buffers())}
-    empty = {key: _empty(one) for key, one in found.items()}
+    tensors = {id(one): one for one in (*pair.parameters(), *pair.buffers())}
+    empty = {key: _empty(one) for key, one in tensors.items()}
     first: dict[Any, int] = {}
     places = [
         (one.shape, one.device.type, first.setdefault((one.data_ptr(), one.shape, one.stride(), one.dtype), number))
-        for number, one in enumerate(found.values())
+        for number, one in enumerate(tensors.values())
     ]
-    numbers = {key: number for number, key in enumerate(found)}
+    numbers = {key: number for number, key in enumerate(tensors)}
     student, teacher = copy.deepcopy(tuple(replace(one, source=None) for one in pair.checkpoints), {**empty})
     chosen = [numbers[id(one)] for one in weights]
     sent = SentTraining((student, teacher), [*empty.values()], places, chosen, pair.windows, order, training)
-    return sent, [*found.values()]
+    return sent, [*tensors.values()]
 
 
 def help_train() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of
 from depthgauge.recovery.distillation import Training, TrainingMemoryError, distil, usual_rate
 from depthgauge.recovery.divergence import APART, SELECT, TRAIN, Pair

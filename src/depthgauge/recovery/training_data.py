@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, UInt64
 from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
@@ -21,13 +22,68 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output, token_losses
-from depthgauge.checkpoints.inputs.samples import Inputs
 from depthgauge.checkpoints.inputs.text_files import HubData, TextFile, find_general, hub_documents
-from depthgauge.checkpoints.inputs.windows import chat_text, derived_seed, drop_repeated, surround, tokenize_text
+from depthgauge.checkpoints.inputs.windows import (
+    Inputs,
+    chat_text,
+    derived_seed,
+    drop_repeated,
+    surround,
+    tokenize_text,
+)
 from depthgauge.checkpoints.source.library import CheckpointError, quiet
 from depthgauge.checkpoints.tasks.language import MOST_ROWS, Start, sample_windows
 from depthgauge.checkpoints.weights.load import Checkpoint
-from depthgauge.recovery.held_runs import HeldRuns
+
+# --- Find text that must not be trained on, wherever it starts --------------------------------------------------------
+# Runs of r tokens are compared by hash(x_1 … x_r) = Σ_j x_j B^(j−1) mod 2^64. Equal runs have equal hashes, so every
+# run of a held window is found. If different runs have equal hashes, a little too much is left out.
+
+RUN = 32
+"""Tokens that a text may not share with a held window, one after the other; fewer if windows are shorter."""
+_BASE = 0x9E3779B97F4A7C15
+"""B; it is odd, so that it has an inverse."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeldRuns(ArrayRecord):
+    """The runs of held windows.
+
+    - `run`: r, the tokens of a run
+    - `hashes`: their hashes in increasing order
+    """
+
+    run: int
+    hashes: UInt64[np.ndarray, " runs"]
+
+    @classmethod
+    def of(cls, held: Sequence[Int[Tensor, "_ _"]], length: int) -> "HeldRuns":
+        """Return the runs of windows without special tokens; `length` is that of the windows they are kept out of."""
+        run = min(RUN, length, *(rows.shape[1] for rows in held))
+        hashes = [_hashes(rows.numpy(), run).reshape(-1) for rows in held]
+        return cls(run, np.unique(np.concatenate([np.empty(0, np.uint64), *hashes])))
+
+    def cover(self, ids: Int[Tensor, "*rows n"]) -> Bool[Tensor, "*rows n"]:
+        """Return whether each token belongs to a run of a held window."""
+        if ids.shape[-1] < self.run or not len(self.hashes):
+            return torch.zeros(ids.shape, dtype=torch.bool)
+        hashes = _hashes(ids.numpy(), self.run)
+        place = np.searchsorted(self.hashes, hashes).clip(max=len(self.hashes) - 1)
+        sides = [(0, 0)] * (ids.dim() - 1) + [(self.run, self.run - 1)]
+        counts = np.pad(self.hashes[place] == hashes, sides).cumsum(axis=-1, dtype=np.int32)
+        # Token i belongs to the runs that start at i − r + 1 … i.
+        return torch.from_numpy(counts[..., self.run :] > counts[..., : -self.run])
+
+
+def _hashes(ids: Int[np.ndarray, "*rows n"], run: int) -> UInt64[np.ndarray, "*rows starts"]:
+    """Return the hashes of all runs, one for each start: differences of the sums of x_i B^i, divided by B^start."""
+    powers, inverse = (np.cumprod(np.full(ids.shape[-1], base, np.uint64)) for base in (_BASE, pow(_BASE, -1, 2**64)))
+    sums = np.pad((ids.astype(np.uint64) * powers).cumsum(axis=-1), [*[(0, 0)] * (ids.ndim - 1), (1, 0)])
+    hashes: UInt64[np.ndarray, "*rows starts"] = (sums[..., run:] - sums[..., :-run]) * inverse[: sums.shape[-1] - run]
+    return hashes
+
+
+# --- The windows to train on ------------------------------------------------------------------------------------------
 
 PREFIX_SHARE, LEAST_PREFIX = 8, 8
 """A prefix is one part of this many of a window, and at least this many tokens."""
@@ -109,8 +165,8 @@ def training_data(
     length = window - len(start.before) - len(start.after)
     bare = [rows[:, len(start.before) : rows.shape[1] - len(start.after)] for rows in held]
     cut = _Cut(tokenizer, length, seed, HeldRuns.of(bare, length))
-    found = {text.name: cut.text(text, wanted) for text in texts}
-    own, count = torch.cat([cut.empty, *found.values()]), wanted // 2 if texts else wanted
+    by_source = {text.name: cut.text(text, wanted) for text in texts}
+    own, count = torch.cat([cut.empty, *by_source.values()]), wanted // 2 if texts else wanted
     name, other = str(general), cut.empty
     if (data := find_general(general)) is not None:
         name = data.name
@@ -128,14 +184,14 @@ def training_data(
         except CheckpointError as error:
             message(f"the texts alone are used: {str(error).partition(';')[0]}")
     if len(other):
-        found[name] = torch.cat([found.get(name, cut.empty), other])
+        by_source[name] = torch.cat([by_source.get(name, cut.empty), other])
     bodies = torch.cat([own, other])
     if not len(bodies):
         raise InputError(
             f"there is no window of {window} tokens to train on, beyond those that select and certify; give a longer "
             "text with --text, or a general text"
         )
-    sources = {name: rows.numel() for name, rows in found.items()}
+    sources = {name: rows.numel() for name, rows in by_source.items()}
     return RecoveryData(surround(bodies, start.before, start.after), len(own), sources)
 
 
@@ -161,10 +217,10 @@ class _Cut:
         """Cut a text; of a large one, read enough for the windows that are wanted."""
         for windows_each in (PIECE_WINDOWS, 1):
             pieces = -(-wanted // windows_each)
-            found = tokenize_text(self.tokenizer, text, wanted=pieces, length=self.length, seed=self.seed)
-            if found.complete or found.tokens >= wanted * self.length:
+            read = tokenize_text(self.tokenizer, text, wanted=pieces, length=self.length, seed=self.seed)
+            if read.complete or read.tokens >= wanted * self.length:
                 break
-        return self.joined(found.pieces)
+        return self.joined(read.pieces)
 
     def hub(self, data: HubData, wanted: int, progress: Step) -> Int[Tensor, "windows length"]:
         """Cut the first documents of a data set."""

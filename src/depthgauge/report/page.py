@@ -3,14 +3,15 @@
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, missing_extra, require_path, require_type
+from depthgauge.base.errors import InputError, OutputError, optional, require_path, require_type
 from depthgauge.base.format import capital, number, printable
 from depthgauge.base.io import is_special, write_text
+from depthgauge.base.journal import Journal
 from depthgauge.report.charts import draw
 from depthgauge.results.document import Document, Place
 from depthgauge.results.evaluate_document import evaluate_document
@@ -154,6 +155,32 @@ def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
     return render_page(shrink_document(*records), plotly_code())
 
 
+def write_outputs(
+    result: Any,
+    out: str | Path | None,
+    report: str | Path | None,
+    overwrite: bool,
+    message: Callable[[str], None],
+    journal: Journal | None = None,
+) -> None:
+    """Write the document and the page of a result, where they are wanted, and say so.
+
+    Raises:
+        OutputError: a file cannot be written; its attribute `result` is the result.
+    """
+    journal = journal or Journal()
+    try:
+        if out is not None:
+            journal.write(out, result.dump(), overwrite)
+            message(f"result written to {out}")
+        if report is not None:
+            journal.write(report, page_text(result), overwrite)
+            message(f"page written to {report}")
+    except OutputError as error:
+        error.result = result
+        raise
+
+
 def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | RecoverRecord | EvaluateRecord:
     """Return a parsed document as the record of its schema."""
     schema = document.get("schema") if isinstance(document, dict) else None
@@ -174,9 +201,5 @@ def check_page(path: str | Path) -> None:
 
 def plotly_code() -> str:
     """Return the source code of plotly.js, which the page contains; raise if a package of the extra is missing."""
-    try:
-        import jinja2  # noqa: F401 - `render` needs it
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise missing_extra("the page", "report") from error
-    return str(get_plotlyjs())
+    optional("jinja2", "the page", "report")  # `render` needs it
+    return str(optional("plotly.offline", "the page", "report").get_plotlyjs())

@@ -2,6 +2,7 @@ from depthgauge.monitor.log_and_alarms import AlarmError as AlarmError
 from depthgauge.report.page import write_report as write_report
 from depthgauge.results.evaluate_record import EvaluateOptions as EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord as EvaluateRecord
+from depthgauge.results.gauge_record import ModelOptions as ModelOptions
 from depthgauge.results.monitor_record import Alarm as Alarm
 from depthgauge.results.monitor_record import AlarmThresholds as AlarmThresholds
 from depthgauge.results.monitor_record import MonitorOptions as MonitorOptions

@@ -315,8 +315,8 @@ def command_line(verb: str, options: Mapping[str, Any], *targets: str | None) ->
 
     >>> command_line("gauge", {"tokens": 8}, "my net.st")
     "depthgauge gauge --tokens 8 'my net.st'"
-    >>> command_line("shrink", {"max_increase": 0.1, "text": ("a", "b"), "no_repair": True}, "model")
-    'depthgauge shrink --max-increase 0.1 --text a --text b --no-repair model'
+    >>> command_line("shrink", {"max_increase": 0.1, "text": ("a", "b"), "trace": True}, "model")
+    'depthgauge shrink --max-increase 0.1 --text a --text b --trace model'
     """
     words = ["depthgauge", verb]
     for name, given in options.items():

@@ -9,48 +9,29 @@ from msgspec import Meta
 from depthgauge.base.errors import InputError, require_count
 from depthgauge.base.format import number
 from depthgauge.base.frames import frame
-from depthgauge.results.gauge_record import check_common, path_list
-from depthgauge.results.record import (
-    RARE,
-    Count,
-    Measured,
-    Number,
-    OptionsRecord,
-    Record,
-    ResultError,
-    combine_options,
-    read,
-)
+from depthgauge.results.gauge_record import ModelOptions, check_common, path_list
+from depthgauge.results.record import RARE, Count, Measured, Number, Record, ResultError, combine_options, read
 
-TASKS, MODEL = "tasks", "model"
+TASKS = "tasks"
 CLOZE = "depthgauge_cloze"
 """The task that depthgauge ships."""
-_TASKS, _MODEL = (Meta(extra={"only": panel}) for panel in (TASKS, MODEL))
+_TASKS = Meta(extra={"only": TASKS})
 
 
-class EvaluateOptions(OptionsRecord, frozen=True, kw_only=True):
+class EvaluateOptions(ModelOptions, frozen=True, kw_only=True):
     """What `evaluate` is asked to do. `depthgauge evaluate --help` shows the same text.
 
+    The options about loading a model are those of `ModelOptions`.
+
     Attributes:
-        tasks: Names of lm-eval tasks, or YAML files of tasks, with commas between them  [default: depthgauge_cloze,
-            unless there is --perplexity].
-        limit: Items of each task, the first ones; 0 means all  [default: 500].
-        text: Build depthgauge_cloze from this text file, or FILE.jsonl:FIELD  [default: a built-in text].
-        perplexity: Also measure the perplexity on a text file: FILE or NAME:FILE, such as wikitext2:wiki.test.raw;
-            repeat it for several.
-        window: Tokens per window of --perplexity  [default: 2048, or the model's context if that is shorter].
+        tasks: Tasks of lm-eval, or YAML files: piqa,mine.yaml.  [default: depthgauge_cloze, unless there is
+            --perplexity].
+        limit: Items of each task, the first ones  [default: 500]. 0 means all.
+        text: Build depthgauge_cloze from this text. FILE or FILE.jsonl:FIELD  [default: a built-in text].
+        perplexity: Also measure the perplexity on this text. FILE or NAME:FILE, such as wikitext2:wiki.test.raw; repeat
+            it for several.
+        window: Tokens per window of --perplexity.  [default: 2048, or the model's context if that is shorter].
         confidence: Confidence of the guarantees  [default: 0.95].
-        bos: Start every item with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the GGUF
-            metadata says and otherwise measures on the first model.
-        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
-        device: Device  [default: a GPU if there is one].
-        device_map: Spread the model over devices, as transformers does: auto.
-        stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
-            fit].
-        tokenizer: Directory of a tokenizer that replaces those of the checkpoints.
-        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
-            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
-            weights that no module of the model takes.
     """
 
     tasks: Annotated[str | None, _TASKS] = None
@@ -59,13 +40,6 @@ class EvaluateOptions(OptionsRecord, frozen=True, kw_only=True):
     perplexity: Annotated[tuple[str, ...], _TASKS] = ()
     window: Annotated[int | None, _TASKS] = None
     confidence: Annotated[float, _TASKS, RARE] = 0.95
-    bos: Annotated[str, _TASKS, RARE] = "auto"
-    dtype: Annotated[str, _MODEL] = "auto"
-    device: Annotated[str | None, _MODEL] = None
-    device_map: Annotated[str | None, _MODEL, RARE] = None
-    stream: Annotated[bool, _MODEL, RARE] = False
-    tokenizer: Annotated[str | None, _MODEL, RARE] = None
-    allow: Annotated[str | None, _MODEL, RARE] = None
 
     @property
     def task_names(self) -> tuple[str, ...]:

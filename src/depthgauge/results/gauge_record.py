@@ -16,9 +16,9 @@ from depthgauge.results.record import (
     Count,
     Measured,
     Number,
-    OptionsRecord,
     Record,
     ResultError,
+    annotation_of,
     combine_options,
     load_document,
     read,
@@ -30,10 +30,10 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {"samples": 4, "tokens": 128, "radius": 1.
 CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
     "tokens": 2048, "seed": 0, "what_if": "default", "bos": "auto", "dtype": "auto",
 }  # fmt: skip
-ABOUT_TEXT = (
-    "text", "window", "tokens", "bos", "tokenizer", "weights_only", "sampled", "evaluate", "gguf_type",
-)  # fmt: skip
+ABOUT_TEXT = ("text", "window", "tokens", "bos", "tokenizer", "sampled", "evaluate")
 """Options of `gauge` and `shrink` that models of other inputs have no use for."""
+ABOUT_FILES = ("dtype", "device", "tokenizer")
+"""Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 STACKS = ("decoder", "encoder")
 """The stacks of an encoder–decoder model, the default first."""
 BOTH = "both"
@@ -47,16 +47,65 @@ PATHS = ("input", "text", "tokenizer")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
     "bos": ("auto", "yes", "no"),
-    "device_map": ("auto", "balanced", "balanced_low_0", "sequential"),
 }
-"""The values of options of `gauge`, `shrink` and `evaluate` that have a few values only."""
+"""The values of options that have a few values only."""
 ALLOWED = ("code", "pickle", "unused", "unread")
 """What `allow` may name: code of a checkpoint, pickled weights, unused weights, text that a model cannot read."""
+STREAM, SPREAD, NONE = "stream", "spread", "none"
+"""Values of `device` besides devices, and what stands for no text."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
 
-class GaugeOptions(OptionsRecord, frozen=True, kw_only=True):
+class ModelOptions(Record, frozen=True, kw_only=True):
+    """How a checkpoint is loaded and read: the options that all commands on checkpoints have.
+
+    Attributes:
+        bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
+            GGUF metadata says and otherwise measures.
+        dtype: Number type: float32, bfloat16, …. By default it is float32 on a CPU, and the checkpoint's
+            own on a GPU. If `shrink` writes a GGUF file, also the type of changed weights whose own type cannot be
+            written, such as Q4_K: Q8_0  [default], Q5_1, F16, ….
+        device: Device: cpu, cuda:1, spread, stream. By default it is a GPU if there is one. spread divides the model
+            over all devices, as transformers does. stream, or stream:cuda:1, leaves the weights on the disk and brings
+            one block at a time to the device, as is done where they do not fit.
+        tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
+        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
+            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
+            weights that no module of the model takes; unread, text that the model cannot read.
+    """
+
+    bos: Annotated[str | None, _CHECKPOINTS, RARE] = None
+    dtype: Annotated[str | None, _CHECKPOINTS] = None
+    device: Annotated[str | None, _CHECKPOINTS] = None
+    tokenizer: Annotated[str | None, _CHECKPOINTS, RARE] = None
+    allow: Annotated[str | None, _CHECKPOINTS, RARE] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name."""
+        default = {field.name: field.default for field in msgspec.structs.fields(self)}
+        values = {name: getattr(self, name) for name in default}
+        return {name: value for name, value in values.items() if value not in (None, default[name])}
+
+    @property
+    def gguf_type(self) -> str | None:
+        """The type of changed weights in a GGUF file, if `dtype` is one."""
+        return self.dtype if (self.dtype or "").isupper() else None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the weights are asked to stay on the disk."""
+        return (self.device or "").partition(":")[0] == STREAM
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the model is asked to be divided over all devices."""
+        return self.device == SPREAD
+
+
+class GaugeOptions(ModelOptions, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
+
+    The options about loading a model are those of `ModelOptions`.
 
     Attributes:
         samples: Number of inputs. Those of a network are random  [default: 4]; those of a checkpoint are images,
@@ -71,24 +120,12 @@ class GaugeOptions(OptionsRecord, frozen=True, kw_only=True):
             `messages` by default. For a classifier, JSON lines or CSV with text and label. For an encoder–decoder
             model, JSON lines with source and target. For a model of images, a folder of them, and beside it, if it
             classifies, a file with file_name and label. For a model of speech, a folder with a.wav and its transcript
-            a.txt  [default: a built-in text].
+            a.txt. none: read nothing, and report what the weights alone show  [default: a built-in text].
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512], or the most tokens of a labelled
             text, a source or a target  [default: 128].
         what_if: What to remove from each layer, or none. The parts are block,attention,mlp  [default], uniform,
             parallel, all; and expert, each expert of a mixture, which costs a pass per expert.
-        bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
-            GGUF metadata says and otherwise measures.
-        weights_only: Read no text. Report what the weights alone show.
-        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
-        device: Device  [default: a GPU if there is one].
-        device_map: Spread the model over devices, as transformers does: auto.
-        stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
-            fit].
-        tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
-        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
-            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
-            weights that no module of the model takes; unread, text that the model cannot read.
     """
 
     samples: Annotated[int | None, _ANY] = None
@@ -100,30 +137,22 @@ class GaugeOptions(OptionsRecord, frozen=True, kw_only=True):
     stack: Annotated[str | None, _CHECKPOINTS, RARE] = None
     window: Annotated[int | None, _CHECKPOINTS, RARE] = None
     what_if: Annotated[str | None, _CHECKPOINTS] = None
-    bos: Annotated[str | None, _CHECKPOINTS, RARE] = None
-    weights_only: Annotated[bool | None, _CHECKPOINTS] = None
-    dtype: Annotated[str | None, _CHECKPOINTS] = None
-    device: Annotated[str | None, _CHECKPOINTS] = None
-    device_map: Annotated[str | None, _CHECKPOINTS, RARE] = None
-    stream: Annotated[bool | None, _CHECKPOINTS, RARE] = None
-    tokenizer: Annotated[str | None, _CHECKPOINTS, RARE] = None
-    allow: Annotated[str | None, _CHECKPOINTS, RARE] = None
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether nothing is read."""
+        return self.text == NONE
 
     def with_defaults(self, kind: str) -> "GaugeOptions":
         """Return the options with the defaults for `networks` or `checkpoints` filled in."""
         return GaugeOptions(**{**DEFAULTS[kind], **self.given()})
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that are set, by name."""
-        values = {name: getattr(self, name) for name in GaugeOptions.__struct_fields__}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def check(self, kind: str, target: str) -> None:
         """Raise if an option is out of range, has no effect, or does not apply to `target`, which is of this kind."""
         other = {NETWORKS: "checkpoints (directories, .gguf files, hub names)", CHECKPOINTS: "network files"}[kind]
         noun = {NETWORKS: "a network", CHECKPOINTS: "a checkpoint"}[kind]
         for name in self.given():
-            only = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
+            only = annotation_of(GaugeOptions, name).__metadata__[0].extra["only"]
             if only not in (None, kind):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
         require_count("samples", SAMPLES if self.samples is None else self.samples, "the number of inputs")
@@ -138,9 +167,9 @@ class GaugeOptions(OptionsRecord, frozen=True, kw_only=True):
             check_common(self)
             chosen_kinds(self.what_if or "default")
             for name in self.given() if self.weights_only else ():
-                if name in (*ABOUT_TEXT, "seed", "what_if") and name != "weights_only":
+                if name in (*ABOUT_TEXT, "seed", "what_if") and name != "text":
                     flag = f"--{name.replace('_', '-')}"
-                    raise InputError(f"{flag} applies to text, and --weights-only reads none; leave one of them out")
+                    raise InputError(f"{flag} applies to text, and --data none reads none; leave one of them out")
 
 
 class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
@@ -152,6 +181,10 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     target: str | None = None
     in_memory: bool = False
 
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, without the target."""
+        return {name: value for name, value in super().given().items() if name in GaugeOptions.__struct_fields__}
+
 
 def allows(options: Any, what: str) -> bool:
     """Return whether the option `allow` names this one of `ALLOWED`."""
@@ -159,25 +192,23 @@ def allows(options: Any, what: str) -> bool:
 
 
 def check_common(options: Any) -> None:
-    """Raise if an option that `gauge`, `shrink` and `evaluate` share is out of range, or has no effect."""
+    """Raise if an option that several commands have is out of range."""
+    shrinks = hasattr(options, "remove")
     for name, known in CHOICES.items():
-        if (value := getattr(options, name, None)) is not None and value not in known:
+        value, is_gguf = getattr(options, name), shrinks and name == "dtype" and options.gguf_type is not None
+        if value is not None and value not in known and not is_gguf:
             raise unknown_name(name, value, known)
     for name in () if options.allow is None else _names(options.allow):
         if name not in ALLOWED:
             raise unknown_name("allow", name, ALLOWED)
     if options.window is not None:
         require_count("window", options.window, "the number of tokens in one window", least=2)
-    stacks = (*STACKS, BOTH) if hasattr(options, "remove") else STACKS
+    stacks = (*STACKS, BOTH) if shrinks else STACKS
     if (stack := getattr(options, "stack", None)) is not None and stack not in stacks:
         raise unknown_name("stack", stack, stacks)
     if not 0.5 <= getattr(options, "confidence", 0.95) <= 0.9999:
         meaning = "it is the probability that the guarantee is true"
         raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {options.confidence!r}; {meaning}")
-    device_map, stream = (getattr(options, name, None) for name in ("device_map", "stream"))
-    for name, is_given in (("device", options.device), ("stream", stream)):
-        if is_given and device_map is not None:
-            raise InputError(f"--device-map loads and places all weights, so --{name} has no effect; leave one out")
 
 
 def chosen_kinds(asked: str) -> tuple[str, ...]:

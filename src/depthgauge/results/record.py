@@ -74,16 +74,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return html_facts(type(self).__name__, self.summary(), ("field", "value"))
 
 
-class OptionsRecord(Record, frozen=True, kw_only=True):
-    """The options of a verb, each with its default."""
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, by name."""
-        default = {field.name: field.default for field in msgspec.structs.fields(self)}
-        return {name: getattr(self, name) for name in default if getattr(self, name) not in (None, default[name])}
+def annotation_of(record: type[Record], name: str) -> Any:
+    """Return the annotation of a field, which may be one of a base class."""
+    return next(base.__annotations__[name] for base in record.__mro__ if name in base.__annotations__)
 
 
-Options = TypeVar("Options", bound=OptionsRecord)
+Options = TypeVar("Options", bound=Record)
 
 
 def combine_options(

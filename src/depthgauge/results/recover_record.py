@@ -11,18 +11,18 @@ from msgspec import Meta
 from depthgauge.base.errors import InputError, require_seed
 from depthgauge.base.format import number
 from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.gauge_record import check_common, path_list
+from depthgauge.results.gauge_record import NONE, ModelOptions, check_common, path_list
 from depthgauge.results.labels import GIVEN, TEXTS
-from depthgauge.results.record import RARE, Count, Measured, Number, OptionsRecord, Record, combine_options, read
+from depthgauge.results.record import RARE, Count, Measured, Number, Record, combine_options, read
 
-TRAINING, MODEL = "training", "model"
-AUTO, OFF = "auto", "off"
+TRAINING = "training"
+AUTO, REPAIR = "auto", "repair"
 AUTO_TOKENS, AUTO_SECONDS = 2_000_000, 600.0
 """The most that `auto` trains."""
 SHORT_TOKENS = 100_000
 """Tokens after which sets of blocks are compared. Three to five sets of SmolLM2-135M and of Gemma-3-270m had the same
 order after 40,000, 200,000 and 400,000 tokens."""
-_TRAINING, _MODEL = (Meta(extra={"only": panel}) for panel in (TRAINING, MODEL))
+_TRAINING = Meta(extra={"only": TRAINING})
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
@@ -43,48 +43,44 @@ class Amount:
 
 
 def amount_of(text: str, name: str = "recover") -> Amount | None:
-    """Return what `2M`, `10min` or `auto` stands for; None for `off`.
+    """Return what `2M`, `10min` or `auto` stands for; None for `repair` and `none`.
 
-    >>> amount_of("1.5M"), amount_of("10 min"), amount_of("off")
+    >>> amount_of("1.5M"), amount_of("10 min"), amount_of("none")
     (Amount(tokens=1500000, seconds=None, stops=False), Amount(tokens=None, seconds=600.0, stops=False), None)
     """
-    if text in (AUTO, OFF):
+    if text in (AUTO, REPAIR, NONE):
         return Amount(AUTO_TOKENS, AUTO_SECONDS, stops=True) if text == AUTO else None
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|k|K|M|G|)\s*", text)
     value = 0.0 if match is None else float(match[1])
     if match is None or value <= 0:
         raise InputError(
-            f"{name} must be a number of tokens such as 2M, a time such as 10min, {AUTO} or {OFF}, got {text!r}"
+            f"{name} must be a number of tokens such as 2M, a time such as 10min, {AUTO}, {REPAIR} or {NONE}, got "
+            f"{text!r}"
         )
     if match[2] in _SECONDS:
         return Amount(seconds=value * _SECONDS[match[2]])
     return Amount(tokens=max(1, round(value * _UNITS[match[2].replace("K", "k")])))
 
 
-class RecoverOptions(OptionsRecord, frozen=True, kw_only=True):
+class RecoverOptions(ModelOptions, frozen=True, kw_only=True):
     """What `recover` is asked to do. `depthgauge recover --help` shows the same text.
 
+    The options about loading a model are those of `ModelOptions`.
+
     Attributes:
-        teacher: The model that the smaller one was made from: a directory, a GGUF file, or a name on the hub.
-        text: Text file, or FILE.jsonl:FIELD, to train on; repeat it for several. Windows that decide or measure are
-            not trained on.
-        general: The second half of the training windows, which keeps the model general: a text file, a data set on the
-            hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the teacher writes after the
-            beginnings of passages of your text and of the built-in one].
-        tokens: How many tokens to train on, such as 2M  [default: 2M, unless there is --minutes].
+        teacher: The model that SMALL was made from. A directory, a GGUF file, or a name on the hub.
+        text: Text to train on. FILE or FILE.jsonl:FIELD; repeat it for several. Windows that decide or measure are not
+            trained on.
+        general: Text that keeps the model general. It is the second half of the training windows: a text file, a data
+            set on the hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the teacher writes
+            after the beginnings of passages of your text and of the built-in one].
+        tokens: How many tokens to train on: 2M.  [default: 2M, unless there is --minutes].
         minutes: How long to train.
-        evaluate: Run these tasks on the teacher and on the smaller model before and after: depthgauge_cloze, or names
-            of lm-eval tasks with commas between them; 500 items of each  [default: depthgauge_cloze on a GPU, if
-            lm-eval is installed].
+        evaluate: Also run these tasks, before and after. They are run on the teacher too: depthgauge_cloze, or names of
+            lm-eval tasks with commas between them; 500 items of each  [default: depthgauge_cloze on a GPU, if lm-eval
+            is installed].
         window: Tokens per window  [default: 512, or the model's context if that is shorter].
-        bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
-        dtype: Number type of the teacher  [default: float32 on a CPU, the checkpoint's own on a GPU].
-        device: Device  [default: a GPU if there is one].
-        tokenizer: Directory of a tokenizer that replaces the one of the teacher.
-        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
-            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
-            weights that no module of the model takes.
     """
 
     teacher: Annotated[str | None, _TRAINING] = None
@@ -94,12 +90,7 @@ class RecoverOptions(OptionsRecord, frozen=True, kw_only=True):
     minutes: Annotated[float | None, _TRAINING] = None
     evaluate: Annotated[str | None, _TRAINING] = None
     window: Annotated[int | None, _TRAINING, RARE] = None
-    bos: Annotated[str, _TRAINING, RARE] = "auto"
     seed: Annotated[int, _TRAINING, RARE] = 0
-    dtype: Annotated[str, _MODEL] = "auto"
-    device: Annotated[str | None, _MODEL] = None
-    tokenizer: Annotated[str | None, _MODEL, RARE] = None
-    allow: Annotated[str | None, _MODEL, RARE] = None
 
     @property
     def amount(self) -> Amount:
@@ -119,6 +110,8 @@ class RecoverOptions(OptionsRecord, frozen=True, kw_only=True):
             raise InputError(f"minutes must be a positive number, got {self.minutes!r}; it is how long to train")
         _ = self.amount
         check_common(self)
+        if self.is_streamed or self.is_spread:
+            raise InputError(f"recover trains the model on one device, got --device {self.device}; give a device")
         require_seed(self.seed)
 
 

@@ -110,8 +110,8 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
     largest = max((increase for kind, increase in increases if kind != "sampled" or not written), default=0.0)
     bound = None if record.guarantee is None else record.guarantee.quantile.increase
     helps = [] if len(record.removed) < 2 else ["remove fewer blocks"]
-    if record.plan.settings.no_repair:
-        helps.append("leave --no-repair out")
+    if not record.plan.settings.repairs:
+        helps.append("leave --recover none out")
     elif record.recovery is None:
         helps.append("train it with --recover 2M")
     advice = f"; {', or '.join(helps)}" if helps else ""

@@ -14,32 +14,24 @@ from depthgauge.base.errors import InputError, require_positive, require_seed, u
 from depthgauge.base.format import counted, number
 from depthgauge.base.frames import frame
 from depthgauge.results.evaluate_record import EvaluateRecord
-from depthgauge.results.gauge_record import STACKS, HubModel, check_common, path_list
+from depthgauge.results.gauge_record import NONE, STACKS, HubModel, ModelOptions, check_common, path_list
 from depthgauge.results.labels import GIVEN
 from depthgauge.results.record import (
     RARE,
     Count,
     Measured,
     Number,
-    OptionsRecord,
     Record,
     ResultError,
     combine_options,
     load_document,
     read,
 )
-from depthgauge.results.recover_record import AUTO, OFF, MeasuredText, RecoveryRecord, amount_of
+from depthgauge.results.recover_record import AUTO, REPAIR, MeasuredText, RecoveryRecord, amount_of
 
 EFFORTS = ("quick", "default", "high")
-SIZE, TEXT, MODEL = "size", "text", "model"
-ABOUT_FILES = (
-    "dtype", "device", "device_map", "stream", "tokenizer", "gguf_type",
-)  # fmt: skip
-"""Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
+SIZE, TEXT = "size", "text"
 
-
-HEAL_IS_GONE = "--heal is gone: give --recover 2M, a number of tokens, or --recover 10min, a time"
-"""What those are told who use the former option."""
 HOW_MUCH = ("remove", "remove_layers", "max_bytes", "max_increase")
 """Options of which exactly one says how much to remove."""
 WAYS = tuple(f"--{name.replace('_', '-')}" for name in HOW_MUCH)
@@ -47,17 +39,20 @@ UNKNOWN = 10**9
 """The number of layers before the configuration of a model is read; no number of blocks in an option is larger."""
 
 
-_ANY, _SIZE, _TEXT, _MODEL = (Meta(extra={"only": panel}) for panel in (None, SIZE, TEXT, MODEL))
+_ANY, _SIZE, _TEXT = (Meta(extra={"only": panel}) for panel in (None, SIZE, TEXT))
 
 
-class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
+class ShrinkOptions(ModelOptions, frozen=True, kw_only=True):
     """What `shrink` is asked to do. `depthgauge shrink --help` shows the same text.
+
+    The options about loading a model are those of `ModelOptions`.
 
     In Python, `remove` may also be a whole number, a number between 0 and 1 as a share (`0.25` is `25%`), or a list.
 
     Attributes:
-        remove: How many blocks to remove: 7, 25%, or 2,4,6. A share is rounded down, and is at least 1 block. Several
-            make a model for each of them, from one search: OUT-2, OUT-4 and OUT-6.
+        remove: How many blocks to remove: 7, 25%, 2,4,6, or plan.json. A share is rounded down, and is at least 1
+            block. Several make a model for each of them, from one search: OUT-2, OUT-4 and OUT-6. A plan that --out
+            plan.json wrote, or depthgauge.json of a shrunk model, names the blocks, and has all other options.
         remove_layers: Remove exactly these blocks: 6,8-9. They are counted from 0, with both ends of a range.
         max_bytes: Remove as few blocks as make the weights fit this size on disk: 1.2GB or 800MB.
         max_increase: The most that the loss may grow: 0.1. As many blocks are removed as the guarantee allows, in
@@ -65,10 +60,10 @@ class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
         keep: Blocks that are never removed: 0,1,29.
         confidence: Confidence of the guarantee  [default: 0.95].
         effort: quick, default or high. More effort has more calibration windows, a wider search, and takes more time.
-        no_repair: Remove blocks without changing any weights.
-        recover: Train the kept blocks: 2M, 10min, auto, off. They are trained, instead of the repair,
-            towards the dense model's predictions on all of your text: a number of tokens, or a time; auto: as long as
-            it helps, at most 2M tokens and 10 minutes  [default: auto on a GPU, off on a CPU].
+        recover: Train the kept blocks: 2M, 10min, auto, repair, none. They are trained towards the dense model's
+            predictions on all of your text: a number of tokens, or a time; auto: as long as it helps, at most 2M tokens
+            and 10 minutes; repair: on the calibration windows alone; none: no weights are changed  [default: auto on a
+            GPU, repair on a CPU].
         general: The second half of what is trained on, which keeps the model general: a text file, a data set on the
             hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the dense model writes after
             the beginnings of passages].
@@ -84,19 +79,7 @@ class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
         sampled: Share of calibration windows sampled from the model  [default: a third].
         window: Tokens per window  [default: 512, with --effort quick 256], or the most tokens of a labelled text, a
             source or a target  [default: 128].
-        bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
-        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
-        device: Device  [default: a GPU if there is one].
-        device_map: Spread the model over devices, as transformers does: auto.
-        stream: Leave the weights on the disk and bring one block at a time to the device; needs --text, and repairs by
-            least squares alone  [default: if the weights do not fit].
-        tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
-        gguf_type: In a GGUF file, the type of changed weights whose own type cannot be written, such as Q4_K: Q8_0
-            [default], Q5_1, F16, ….
-        allow: Accept what is refused otherwise. Names, with commas between them: code, run Python code that comes with
-            the checkpoint; pickle, read pickled weights (pytorch_model*.bin), without running code in them; unused,
-            weights that no module of the model takes; unread, text that the model cannot read.
     """
 
     remove: Annotated[str | None, _SIZE] = None
@@ -106,7 +89,6 @@ class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
     keep: Annotated[str | None, _SIZE, RARE] = None
     confidence: Annotated[float, _SIZE, RARE] = 0.95
     effort: Annotated[str, _ANY] = "default"
-    no_repair: Annotated[bool, _ANY, RARE] = False
     recover: Annotated[str | None, _ANY] = None
     general: Annotated[str | None, _TEXT, RARE] = None
     evaluate: Annotated[str | None, _ANY] = None
@@ -114,15 +96,12 @@ class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
     stack: Annotated[str | None, _TEXT, RARE] = None
     sampled: Annotated[float | None, _TEXT, RARE] = None
     window: Annotated[int | None, _TEXT, RARE] = None
-    bos: Annotated[str, _TEXT, RARE] = "auto"
     seed: Annotated[int, _ANY, RARE] = 0
-    dtype: Annotated[str, _MODEL] = "auto"
-    device: Annotated[str | None, _MODEL] = None
-    device_map: Annotated[str | None, _MODEL, RARE] = None
-    stream: Annotated[bool, _MODEL, RARE] = False
-    tokenizer: Annotated[str | None, _MODEL, RARE] = None
-    gguf_type: Annotated[str | None, _MODEL, RARE] = None
-    allow: Annotated[str | None, _MODEL, RARE] = None
+
+    @property
+    def repairs(self) -> bool:
+        """Whether the weights that are left are changed."""
+        return self.recover != NONE
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
@@ -132,23 +111,21 @@ class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
         given = [f"--{name.replace('_', '-')}" for name in HOW_MUCH if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise InputError(f"say how much to remove by exactly one of {', '.join(WAYS)}, or --from-plan, got {found}")
+            raise InputError(f"say how much to remove by exactly one of {', '.join(WAYS)}, got {found}")
         if self.max_increase is not None:
             require_positive("max-increase", self.max_increase, "the largest increase of the loss in nats per token")
         if self.keep is not None and self.remove_layers is not None:
             raise InputError("--remove-layers names the blocks to remove, so there is nothing for --keep; leave it out")
         trains = self.recover is not None and amount_of(self.recover) is not None
-        if trains and self.no_repair:
-            raise InputError("--recover trains the weights and --no-repair keeps them; leave one of them out")
-        if self.general is not None and (self.no_repair or (self.recover is not None and not trains)):
-            raise InputError("--general is trained on by --recover, which is off; leave --general out")
+        if self.general is not None and self.recover is not None and not trains:
+            raise InputError(f"--general is trained on, and --recover {self.recover} does not train; leave one out")
         if self.sampled is not None and not 0 <= self.sampled <= 1:
             raise InputError(f"sampled must be a share from 0 to 1, got {self.sampled!r}")
         require_seed(self.seed)
         if self.sampled not in (None, 1) and not self.text:
             words = "divides the windows between --text and the model"
             raise InputError(f"--sampled {self.sampled:g} {words}; give a text, or leave --sampled out")
-        if self.stream:
+        if self.is_streamed:
             self.check_streamed()
         if self.max_bytes is not None:
             self.byte_limit()
@@ -156,12 +133,12 @@ class ShrinkOptions(OptionsRecord, frozen=True, kw_only=True):
 
     def check_streamed(self) -> None:
         """Raise for what streamed weights are too slow for, or cannot do."""
-        other = "leave --stream out" if self.stream else "use a machine with more memory"
+        other = "leave --device stream out" if self.is_streamed else "use a machine with more memory"
         for is_given, reason in (
             (not self.text, "does not sample text from the model; give --text"),
             (self.sampled, "does not sample text from the model; leave --sampled out"),
             (
-                self.recover not in (None, OFF, AUTO),
+                self.recover not in (None, REPAIR, NONE, AUTO),
                 "does not train weights, which would have to be in memory; leave --recover out, and run `depthgauge "
                 "recover` on the result where it fits",
             ),
@@ -271,8 +248,6 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
         **dict.fromkeys(("tokenizer", "general"), str),
     }
     normal |= dict.fromkeys(("remove_layers", "keep", "max_bytes", "recover"), _as_text)
-    if "heal" in given:
-        raise InputError(HEAL_IS_GONE)
     return combine_options(ShrinkOptions, "shrink", options, given, normal)
 
 
@@ -308,8 +283,8 @@ def _remove_text(remove: Any) -> Any:
     >>> _remove_text(7), _remove_text(0.25), _remove_text(1 / 3), _remove_text([2, 4])
     ('7', '25%', '33.3333333333%', '2,4')
     """
-    if isinstance(remove, str):
-        return remove
+    if isinstance(remove, str | Path):
+        return str(remove)
     if isinstance(remove, list | tuple | range):
         return ",".join(map(_remove_text, remove))
     if isinstance(remove, numbers.Integral) and not isinstance(remove, bool):
@@ -659,7 +634,7 @@ def _listed(layers: tuple[int, ...]) -> str:
     return ", ".join(map(str, layers)) or "none" if len(layers) <= 12 else counted(len(layers), "layer")
 
 
-PLAN_ADVICE = "give a file that `depthgauge shrink --plan-only FILE` or `depthgauge shrink --out DIR` wrote"
+PLAN_ADVICE = "give a file that `depthgauge shrink --out plan.json` or `depthgauge shrink --out DIR` wrote"
 SHRINK_ADVICE = "give the `depthgauge.json` in the directory that `depthgauge shrink --out DIR` wrote"
 
 
@@ -674,7 +649,7 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
 
 
 def read_plan(path: str | Path) -> PlanRecord:
-    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
+    """Read a plan: a file that `shrink --out plan.json` wrote, or the `depthgauge.json` of a shrunk model."""
     document, name = load_document(path, PLAN_ADVICE), str(path)
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan

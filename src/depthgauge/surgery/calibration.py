@@ -22,10 +22,12 @@ from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted
 from depthgauge.base.progress import Step, silent
-from depthgauge.checkpoints.inputs.samples import GivenWindows, Inputs, as_samples
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.inputs.windows import (
+    Inputs,
     TokenizedText,
+    Windows,
+    as_samples,
     body_length,
     derived_seed,
     drop_repeated,
@@ -435,7 +437,7 @@ def prepare_calibration(
     return Calibration(record, fit, select, certify, tuple(notes))
 
 
-def given_calibration(windows: GivenWindows, sizes: CalibrationSizes, tokens: int) -> Calibration:
+def given_calibration(windows: Windows, sizes: CalibrationSizes, tokens: int) -> Calibration:
     """Cut different windows, which are in random order, into three parts; each one becomes `tokens` tokens."""
     rows = sizes.cut(torch.arange(sizes.total))
     parts = [CalibrationPart(windows.inputs[indices], torch.zeros(len(indices), dtype=torch.long)) for indices in rows]

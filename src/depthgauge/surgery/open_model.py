@@ -12,51 +12,26 @@ from depthgauge.base.format import counted, size_text
 from depthgauge.checkpoints.blocks.model_output import require_output
 from depthgauge.checkpoints.blocks.probe import derived
 from depthgauge.checkpoints.inputs.found_data import TEXT, FoundData, checked_data, class_in_config
-from depthgauge.checkpoints.inputs.samples import GivenWindows, Inputs, read_data
 from depthgauge.checkpoints.inputs.text_files import find_texts
+from depthgauge.checkpoints.inputs.windows import Inputs, Windows, read_data
 from depthgauge.checkpoints.source.model_class import (
     context_length,
-    loader_of,
     longest_window,
     pooling_notes,
 )
-from depthgauge.checkpoints.source.model_files import Source, file_digests, quantization_method, read_json, weight_files
+from depthgauge.checkpoints.source.model_files import Source, file_digests, quantization_method, read_json
 from depthgauge.checkpoints.tasks.language import Start, measure_start, plan_start, require_readable
-from depthgauge.checkpoints.weights.load import (
-    Checkpoint,
-    Placement,
-    blocks_of,
-    fitted,
-    load_config,
-    load_model,
-    load_reader,
-    prepared,
-    refuse_infinite,
-    require_kind,
-    require_rows,
-    wrap,
-)
-from depthgauge.checkpoints.weights.stored_weights import built_model, stored_dtype
+from depthgauge.checkpoints.weights.described import Described, describe, opened
+from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of, require_rows
+from depthgauge.checkpoints.weights.stored_weights import stored_dtype
 from depthgauge.results.gauge_record import BOTH, allows
-from depthgauge.results.shrink_record import ABOUT_FILES, PlanRecord, ShrinkOptions
+from depthgauge.results.shrink_record import PlanRecord, ShrinkOptions
 from depthgauge.surgery.calibration import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.gguf_layout import GgufLayout, match_weights, read_layout
 from depthgauge.surgery.student import effort_of, first_removable
 
 # --- How many blocks a run of `shrink` removes, known before the weights are loaded ----------------------------------
-
-
-def describe_model(source: Source | None, config: Any, chosen: Any, objective: str, placement: Placement) -> Checkpoint:
-    """Return a model on the device `meta`, in the dtype that it would be loaded in."""
-    name = str(getattr(config, "name_or_path", "") or config.model_type) if source is None else source.target
-    dtype = placement.torch_dtype()
-    if not isinstance(dtype, torch.dtype):
-        has_files = source is not None and (source.gguf is not None or bool(weight_files(source)))
-        found = stored_dtype(config, source) if source is not None and has_files else getattr(config, "dtype", None)
-        dtype = found if isinstance(found, torch.dtype) else torch.float32
-    model = built_model(name, config, chosen, allows(placement, "code"), dtype=dtype)
-    return wrap(model, name, source, objective)
 
 
 def check_model(
@@ -75,7 +50,7 @@ def requested_counts(
     """Return the numbers of blocks to remove that the options ask for, other than by `max_increase`, in order."""
     layers, name = checkpoint.layers, checkpoint.name
     if settings.max_bytes is not None:
-        return (blocks_over(checkpoint, settings.byte_limit(), stored, not settings.no_repair),)
+        return (blocks_over(checkpoint, settings.byte_limit(), stored, settings.repairs),)
     return tuple(settings.counts(layers, name))
 
 
@@ -142,32 +117,23 @@ class OpenedModel:
     stored: torch.dtype | GgufLayout | None
     start: Start
     data: FoundData
-    read: CutTexts | GivenWindows
+    read: CutTexts | Windows
     fixed: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class ReadModel:
-    """Everything about a model but its weights, checked, and the texts or images that it will be calibrated on.
+    """A described model, and the texts or images that it will be calibrated on.
 
-    - `source`: its files; None for a model from memory, which is `checkpoint`
-    - `whole`: the model on the device `meta`, or the one from memory, with what is measured of it
-    - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
-    - `files`, `stored`, `data`, `read`: see `OpenedModel`
-    - `placement`: how it is loaded; the weights are streamed if they do not fit
+    - `model`: the model without its weights
+    - `files`, `stored`, `read`: see `OpenedModel`
     """
 
-    source: Source | None
-    checkpoint: Checkpoint | None
-    whole: Checkpoint
-    config: Any
-    tokenizer: Any
+    model: Described
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
-    data: FoundData
-    read: CutTexts | GivenWindows
-    placement: Placement
+    read: CutTexts | Windows
 
 
 def read_model(
@@ -185,33 +151,25 @@ def read_model(
     of a plan that will be followed must match. `message` is told if the weights must be streamed. With `as_gguf`, a
     model that cannot be written as a GGUF file is refused.
     """
-    files: dict[str, str] = {}
-    data = checked_data(settings, class_in_config(source, model))
     stored: torch.dtype | GgufLayout | None = None
     if as_gguf:
         stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
+    data = checked_data(settings, class_in_config(source, model))
+    described = describe(model, source, settings, data, tokenizer, message)
+    streamed = described.placement.stream
     if source is None:
-        checkpoint = _from_memory(model, settings, tokenizer, data)
-        whole = prepared(checkpoint, data, settings.stack)
-        check_model(settings, whole, stored, plan)
-        read = _read(tokenizer, settings, data, checkpoint, None)
-        return ReadModel(None, checkpoint, whole, model.config, tokenizer, files, stored, data, read, Placement())
-    placement = Placement.of(settings)
-    config = load_config(source, placement, data)
-    tokenizer = load_reader(source, placement, data.kind, tokenizer)
-    placement = fitted(source, config, placement, message)
-    if settings.dtype == "auto" and source.gguf is None and not placement.stream:
-        stored = stored_dtype(config, source)
-    whole = prepared(describe_model(source, config, *loader_of(config, source), placement), data, settings.stack)
-    check_model(settings, whole, stored, plan)
-    if placement.stream:
+        require_supported(described.whole)
+    elif settings.dtype in (None, "auto") and source.gguf is None and not streamed:
+        stored = stored_dtype(described.config, source)
+    check_model(settings, described.whole, stored, plan)
+    if streamed:
         settings.check_streamed()
         settings = msgspec.structs.replace(settings, sampled=0.0)
-    read = _read(tokenizer, settings, data, whole, source)
-    files = file_digests(source)
-    if plan is not None and plan.files != files:
+    read = _read(settings, described)
+    files = {} if source is None else file_digests(source)
+    if source is not None and plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
-    return ReadModel(source, None, whole, config, tokenizer, files, stored, data, read, placement)
+    return ReadModel(described, files, stored, read)
 
 
 def open_model(
@@ -221,32 +179,27 @@ def open_model(
 
     `message` is called with sentences such as the BOS decision. A language model that cannot read its text is refused.
     """
-    source, tokenizer, files, stored, read = model.source, model.tokenizer, model.files, model.stored, model.read
-    checkpoint = model.checkpoint
-    if checkpoint is None:
-        assert source is not None
-        message(f"loading {source.target}")
-        checkpoint = load_model(source, model.config, model.placement)
+    described, stored, read = model.model, model.stored, model.read
+    source, tokenizer, checkpoint = described.source, described.reader, opened(described, message)
     require_supported(checkpoint)
     if isinstance(stored, GgufLayout):
         stored = match_weights(stored, checkpoint)
-    if not settings.no_repair and any(weight.is_meta for weight in checkpoint.model.parameters()):
+    if settings.repairs and any(weight.is_meta for weight in checkpoint.model.parameters()):
         raise InputError(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
-            "be repaired; use more devices, or --no-repair"
+            "be repaired; use more devices, or --recover none"
         )
-    checkpoint = prepared(checkpoint, model.data, settings.stack)
     if isinstance(read, CutTexts):
         require_rows(checkpoint, read.ids)
     example = read.example
-    model.data.describe(message)
+    described.data.describe(message)
     if source is None and plan is not None:
         _require_plan_of(plan, checkpoint)
     require_output(checkpoint, example)
     fixed, notes = _fixed_blocks(checkpoint, example)
     if checkpoint.stack == BOTH:
         notes = (f"blocks {_numbered(checkpoint)}", *notes)
-    if not settings.no_repair:
+    if settings.repairs:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
     if checkpoint.objective == "embedding" and source is not None:
@@ -261,7 +214,7 @@ def open_model(
         if planned.candidate is not None and checkpoint.objective == "loss":
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         require_readable(checkpoint, tokenizer, start, read.measured, allows(settings, "unread"), message)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, model.data, read, fixed, notes)
+    return OpenedModel(checkpoint, tokenizer, model.files, stored, start, described.data, read, fixed, notes)
 
 
 def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -326,19 +279,6 @@ def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
     return f"block {layers[0]}" if len(layers) == 1 else f"blocks {', '.join(map(str, layers))}"
 
 
-def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, data: FoundData) -> Checkpoint:
-    for name in settings.given():
-        if name in ABOUT_FILES:
-            raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-    load_reader(None, Placement(), data.kind, tokenizer)
-    name = getattr(model, "name_or_path", "") or type(model).__name__
-    require_kind(type(model), model.config, name, data)
-    checkpoint = wrap(model, name)
-    require_supported(checkpoint)
-    refuse_infinite(model, checkpoint.name)
-    return checkpoint
-
-
 def _require_plan_of(plan: PlanRecord, checkpoint: Checkpoint) -> None:
     """Raise unless a plan may have been made for this model in memory."""
     if plan.files:
@@ -357,10 +297,9 @@ def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:
     return CalibrationSizes(effort.fit, effort.select, effort.certify)
 
 
-def _read(
-    tokenizer: Any, settings: ShrinkOptions, data: FoundData, whole: Checkpoint, source: Source | None
-) -> CutTexts | GivenWindows:
+def _read(settings: ShrinkOptions, described: Described) -> CutTexts | Windows:
     """Read what was given and cut it into windows; nothing here needs the weights of the model."""
+    data, tokenizer, whole = described.data, described.reader, described.whole
     config, sizes = whole.model.config, calibration_sizes(settings)
     if data.kind is not TEXT:
         quick = calibration_sizes(msgspec.structs.replace(settings, effort="quick")).total
@@ -370,7 +309,7 @@ def _read(
             advice=fewer,
         )  # fmt: skip
     decoder = whole.objective == "loss"
-    return cut_texts(tokenizer, calibration_request(settings, config, source, decoder, tokenizer))
+    return cut_texts(tokenizer, calibration_request(settings, config, described.source, decoder, tokenizer))
 
 
 def calibration_request(

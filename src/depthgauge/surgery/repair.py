@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.blocks.block_runner import BlockRunner
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.weights.families import Family
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout, encode
 from depthgauge.surgery.student import Student

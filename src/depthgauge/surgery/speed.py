@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthgauge.base.format import counted, number
 from depthgauge.checkpoints.blocks.model_output import cached_tensors, decoded, no_cache
-from depthgauge.checkpoints.inputs.samples import Inputs, Samples, as_samples, repeated, shortened
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples, as_samples, repeated, shortened
 from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.weights.load import Checkpoint, wrap
 from depthgauge.checkpoints.weights.stored_weights import free_memory

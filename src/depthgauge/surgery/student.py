@@ -22,7 +22,7 @@ from depthgauge.checkpoints.blocks.probe import (
     traced_runner,
 )
 from depthgauge.checkpoints.blocks.what_if import DenseStates, Edit, Objective, edited_losses, encoded
-from depthgauge.checkpoints.inputs.samples import Inputs, Samples, as_samples, shortened
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples, as_samples, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.results.shrink_record import ShrinkOptions

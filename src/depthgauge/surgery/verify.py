@@ -24,7 +24,7 @@ from torch import Tensor
 from depthgauge.base.errors import InputError, VerificationError, install_command
 from depthgauge.base.format import counted, number, one_line
 from depthgauge.checkpoints.blocks.model_output import decoded, model_output, no_cache, pooled
-from depthgauge.checkpoints.inputs.samples import Inputs, as_samples
+from depthgauge.checkpoints.inputs.windows import Inputs, as_samples
 from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.weights.load import OF_HEAD, Checkpoint, wrap
 from depthgauge.results.shrink_record import ReloadRecord, SpeedRecord

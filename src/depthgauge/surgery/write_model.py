@@ -42,7 +42,7 @@ def check_gguf_output(source: Source | None, kind: str | None, name: str) -> Non
     `source` is None for a model in memory.
     """
     if kind is not None and kind not in WRITTEN:
-        raise unknown_name("gguf-type", kind, WRITTEN)
+        raise unknown_name("dtype", kind, WRITTEN)
     if source is None or source.gguf is None:
         raise InputError(
             f"a GGUF file can be written if the model is one, and {name} is not; convert it with llama.cpp's "

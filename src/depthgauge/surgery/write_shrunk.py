@@ -22,7 +22,7 @@ from depthgauge.base.io import atomic_file
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Durations
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import as_samples
+from depthgauge.checkpoints.inputs.windows import as_samples
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.weights.load import HEADROOM, Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory
@@ -81,7 +81,7 @@ def model_card(record: ShrinkRecord, base_model: str | None) -> str:
         "",
         "`depthgauge.json` contains the plan, the seeds, the digests of the inputs and all measurements.",
         "",
-        f"    depthgauge shrink {model} --from-plan depthgauge.json --out smaller",
+        f"    depthgauge shrink {model} --remove depthgauge.json --out smaller",
     ]
     return "\n".join(lines) + "\n"
 
@@ -185,7 +185,7 @@ def checked_directory(
     out: str | Path,
     *,
     overwrite: bool,
-    device_map: str | None = None,
+    is_spread: bool = False,
     durations: Durations | None = None,
     process: FreshProcess | None = None,
 ) -> Iterator[CheckedModel]:
@@ -202,7 +202,7 @@ def checked_directory(
     torch.cuda.empty_cache()  # for the other process
     room = free_memory(checkpoint.device)
     fits = not is_streamed and HEADROOM * parameter_count(model) * model.dtype.itemsize <= room
-    device = str(checkpoint.device) if fits and not device_map else "auto"
+    device = str(checkpoint.device) if fits and not is_spread else "auto"
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
     shards = {"max_shard": "2GB"} if is_streamed else {}  # a file is in memory while it is written
@@ -341,6 +341,6 @@ def type_notes(layout: GgufLayout, encoded: Mapping[str, EncodedTensor]) -> list
     )
     return [
         f"{counted(count, 'changed tensor')} of the type {before} {'is' if count == 1 else 'are'} written as {after}: "
-        f"gguf-py reads {before} and cannot write it; --gguf-type chooses another type"
+        f"gguf-py reads {before} and cannot write it; --dtype chooses another type"
         for (before, after), count in sorted(moved.items())
     ]

@@ -5,17 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, OutputError
-from depthgauge.base.io import check_outputs, write_text
+from depthgauge.base.errors import InputError
+from depthgauge.base.io import check_outputs
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import find_text, input_paths, split_field
-from depthgauge.checkpoints.source.hub import resolve
-from depthgauge.checkpoints.source.model_files import require_streamable
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
-from depthgauge.report.page import check_page, page_text
+from depthgauge.report.page import check_page, write_outputs
 from depthgauge.results.evaluate_record import CLOZE, EvaluateOptions, EvaluateRecord, make_evaluate_options
-from depthgauge.results.gauge_record import CHECKPOINTS, allows
-from depthgauge.workflows.target import resolve_target
+from depthgauge.workflows.target import require_checkpoint, resolved
 
 
 def evaluate(
@@ -41,7 +38,7 @@ def evaluate(
         report: a file to write a page with charts to (extra `report`).
         overwrite: replace files at `out` and `report`.
         progress: called with (done, total, label) as the work advances.
-        message: called with a sentence where there is something to tell, such as the expected duration.
+        message: called with a sentence where there is something to tell, such as the BOS decision.
         **fields: any option of `EvaluateOptions` by name, such as `tasks="piqa,arc_easy"`; overrides `options`.
 
     Returns:
@@ -57,68 +54,45 @@ def evaluate(
     if report is not None:
         check_page(report)
     inputs = input_paths(settings) | {f"MODEL {path}": Path(path) for path in paths}
-    inputs |= {f"--perplexity {one}": split_field(_split_name(one)[1])[0] for one in settings.perplexity}
+    named = [_split_name(text) for text in settings.perplexity]
+    given = zip(settings.perplexity, named, strict=True)
+    inputs |= {f"--perplexity {text}": split_field(file)[0] for text, (_, file) in given}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite)
-    named = [_split_name(given) for given in settings.perplexity]
-    for name, _ in named:
-        if not name or [one for one, _ in named].count(name) > 1:
+    names = [name for name, _ in named]
+    for name in names:
+        if not name or names.count(name) > 1:
             raise InputError(f"--perplexity has the name {name!r} twice, or none; give each text its own, NAME:FILE")
     texts = tuple((name, find_text(file)) for name, file in named)
     if CLOZE in settings.task_names:
         find_text(settings.text)
     for name in settings.task_names:
         task_folders(name)
-    pickled, code, sources = allows(settings, "pickle"), allows(settings, "code"), {}
-    for path in paths:
-        sources[path] = resolve(path, pickled, settings.tokenizer, message, code)
-        if settings.stream:
-            require_streamable(sources[path], settings)
+    sources = {path: resolved(path, settings, message) for path in paths}
     from depthgauge.workflows.evaluate_models import evaluate_models  # torch and transformers take seconds
 
     record = evaluate_models(sources, settings, texts, progress, message)
-    try:
-        if out is not None:
-            write_text(out, record.dump(), replace=overwrite)
-            message(f"result written to {out}")
-        if report is not None:
-            write_text(report, page_text(record), replace=overwrite)
-            message(f"page written to {report}")
-    except OutputError as error:
-        error.result = record
-        raise
+    write_outputs(record, out, report, overwrite, message)
     return record
 
 
 def _paths(models: Any) -> list[str | Path]:
     """Return the models as a list of paths; raise if there is none or one is something else."""
-    given = [models] if isinstance(models, str | Path) else models
-    if not isinstance(given, list | tuple) or not given or not all(isinstance(one, str | Path) for one in given):
+    paths = [models] if isinstance(models, str | Path) else models
+    if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str | Path) for path in paths):
         raise InputError(f"models must be the path of a checkpoint or a list of paths, got {type(models).__name__}")
-    for path in given:
-        if given.count(path) > 1:
+    for path in paths:
+        if paths.count(path) > 1:
             raise InputError(f"models has {path} twice; give every model once")
-    return [_require_checkpoint(path) for path in given]
+        require_checkpoint(path, "evaluate")
+    return list(paths)
 
 
-def _require_checkpoint(path: str | Path) -> str | Path:
-    """Return the path or the name on the hub; raise if it is something else. Nothing is downloaded."""
-    target = resolve_target(path)
-    if target.kind != CHECKPOINTS or (target.path is not None and not target.path.exists()):
-        if not os.path.exists(path):
-            raise InputError(f"cannot read {path}: no such file or directory")
-        raise InputError(
-            f"{path} is not a checkpoint; evaluate expects a directory of a transformers model, a GGUF file or a name "
-            "on the hub"
-        )
-    return path
-
-
-def _split_name(given: str) -> tuple[str, str]:
+def _split_name(text: str) -> tuple[str, str]:
     """Return the name and the file of `NAME:FILE`, or of `FILE`, which is named after the file.
 
     A file may be a field of a JSONL file, as in `NAME:FILE.jsonl:FIELD`.
     """
-    name, colon, rest = given.partition(":")
-    if colon and not os.path.exists(split_field(given)[0]):
-        return name, rest
-    return split_field(given)[0].name, given
+    name, colon, file = text.partition(":")
+    if colon and not os.path.exists(split_field(text)[0]):
+        return name, file
+    return split_field(text)[0].name, text

@@ -1,7 +1,6 @@
 """Load checkpoints one after the other, let them answer tasks and read texts, and compare what was measured."""
 
 import gc
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from depthgauge.base.format import counted
 from depthgauge.base.journal import RECORD
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.source.library import CheckpointError, transformers
-from depthgauge.checkpoints.source.model_class import loader_of
+from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.tasks.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.tasks.known_tasks import ClozeText, cloze_items, lm_eval
@@ -25,11 +23,12 @@ from depthgauge.checkpoints.tasks.language import (
     Start,
     WindowLosses,
     measure_start,
+    perplexity_losses,
     plan_start,
     text_windows,
-    window_losses,
 )
-from depthgauge.checkpoints.weights.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.weights.described import describe, opened
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.results.evaluate_document import AS_FIRST, difference_text
 from depthgauge.results.evaluate_record import (
     CLOZE,
@@ -55,28 +54,25 @@ def evaluate_models(
 
     `sources` has the models by their names in the result, and `texts` the names and files for the perplexity.
     """
-    started, placement = time.perf_counter(), Placement.of(settings)
-    work = prepare_evaluation(settings, message, texts)
-    configs = [_language_model(source, placement) for source in sources.values()]
-    tokenizers = [load_tokenizer(source, placement) for source in sources.values()]
-    planned = [plan_start(settings.bos, *pair) for pair in zip(sources.values(), tokenizers, strict=True)]
-    for tokenizer, config, start in zip(tokenizers, configs, planned, strict=True):
+    started, work = time.perf_counter(), prepare_evaluation(settings, message, texts)
+    models = {path: describe(None, source, settings, message=message) for path, source in sources.items()}
+    planned = {path: plan_start(settings.bos, model.source, model.reader) for path, model in models.items()}
+    for path, model in models.items():
         for _, text in work.texts:
-            text_windows(tokenizer, text, settings.window, config, start)  # raises if a text is too short
-    found: list[ModelAnswers] = []
-    for (path, source), config, tokenizer, plan in zip(sources.items(), configs, tokenizers, planned, strict=True):
-        message(f"loading {path}")
-        checkpoint = load_model(source, config, fitted(source, config, placement, message))
-        start = _decided_start(plan, checkpoint, tokenizer, found[0].start if found else None)
+            text_windows(model.reader, text, settings.window, model.config, planned[path])  # raises if it is too short
+    answers: list[ModelAnswers] = []
+    for path, model in models.items():
+        checkpoint = opened(model, message)
+        start = _decided_start(planned[path], checkpoint, model.reader, answers[0].start if answers else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-        found.append(measure_model(work, checkpoint, tokenizer, str(path), start, progress, message))
+        answers.append(measure_model(work, checkpoint, model.reader, str(path), start, progress))
         del checkpoint  # before the next one is loaded
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     notes = [note for path in sources for note in _notes_about(path, work)]
-    return evaluation_record(work, found, notes, time.perf_counter() - started)
+    return evaluation_record(work, answers, notes, time.perf_counter() - started)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,17 +117,16 @@ def measure_model(
     name: str,
     start: Start,
     progress: Step,
-    message: Callable[[str], None],
 ) -> ModelAnswers:
     """Let one model answer the tasks and read the texts; items and windows begin with the tokens of `start`."""
     settings, config = work.settings, checkpoint.model.config
     answers = {}
     if work.tasks:
-        answers = answer_tasks(checkpoint, tokenizer, start, work.tasks, settings.limit, progress, message)
+        answers = answer_tasks(checkpoint, tokenizer, start, work.tasks, settings.limit, progress)
     losses = []
     for _, text in work.texts:
         windows = text_windows(tokenizer, text, settings.window, config, start)
-        losses.append(window_losses(checkpoint, tokenizer, windows, progress, message))
+        losses.append(perplexity_losses(checkpoint, tokenizer, windows, progress))
     about = checkpoint.describe()
     model = EvaluatedModel(
         name=name,
@@ -146,16 +141,16 @@ def measure_model(
 
 
 def evaluation_record(
-    work: PreparedEvaluation, found: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
+    work: PreparedEvaluation, models: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
 ) -> EvaluateRecord:
     """Compare what was measured of the models, item by item, with the first of them."""
     # It imports scipy.stats, which takes about a second; `shrink` without tasks does not need it.
     from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
 
-    confidence, dense = work.settings.confidence, found[0]
+    confidence, dense = work.settings.confidence, models[0]
     tasks, main = [], []
     for name in work.tasks:
-        answers = [one.answers[name] for one in found]
+        answers = [model.answers[name] for model in models]
         assert len({one.sha256 for one in answers}) == 1, name  # the same items and prompts for all
         metrics = [metric for metric in METRICS if all(metric in one.right for one in answers)]
         for metric in sorted(metrics):
@@ -176,12 +171,12 @@ def evaluation_record(
                 )
             )
     mean = []
-    for k in range(len(found) if len(main) > 1 else 0):
+    for k in range(len(models) if len(main) > 1 else 0):
         ours, theirs = [task[k] for task in main], [task[0] for task in main]
         mean.append(mean_record(ours, theirs if k else None, confidence))
     texts, notes = [], [*notes]
     for index, (name, _) in enumerate(work.texts):
-        losses = [one.losses[index] for one in found]
+        losses = [model.losses[index] for model in models]
         for (count, n), unread in {(tuple(one.windows.ids.shape), one.windows.unread): None for one in losses}:
             read = f"perplexity on {name}: {counted(count, 'window')} of {n} tokens"
             notes += [f"{read}; the last {counted(unread, 'token')} of the text do not fill one"] * bool(unread)
@@ -195,21 +190,15 @@ def evaluation_record(
                 results=tuple(one.record(losses[0] if k else None) for k, one in enumerate(losses)),
             )
         )
-    libraries = {"transformers": transformers(), **({"lm-eval": lm_eval()} if work.tasks else {})}
     return EvaluateRecord(
         version=__version__,
-        models=tuple(one.model for one in found),
+        models=tuple(model.model for model in models),
         tasks=tuple(tasks),
         mean=tuple(mean),
         texts=tuple(texts),
         settings=work.settings,
         notes=tuple(notes),
-        versions={
-            "depthgauge": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            **{name: str(library.__version__) for name, library in libraries.items()},
-        },
+        versions=library_versions(**({"lm-eval": str(lm_eval().__version__)} if work.tasks else {})),
         seconds=seconds,
     )
 
@@ -229,16 +218,16 @@ def fall_warnings(before: ModelAnswers, after: ModelAnswers) -> list[str]:
     """Return a warning for each task that the recovered model answers worse than before, surely, item by item."""
     from depthgauge.checkpoints.tasks.confidence import accuracy_record
 
-    found = []
+    warnings = []
     for name, answers in after.answers.items():
         metric = next(metric for metric in METRICS if metric in answers.right)
-        one = accuracy_record(answers.right[metric], before.answers[name].right[metric])
-        if one.high is not None and one.high < 0:
-            found.append(
-                f"warning: the recovery lowered the loss and the accuracy on {name}, by {difference_text(one)} points; "
-                "train on text that is more general, with --general"
+        change = accuracy_record(answers.right[metric], before.answers[name].right[metric])
+        if change.high is not None and change.high < 0:
+            warnings.append(
+                f"warning: the recovery lowered the loss and the accuracy on {name}, by {difference_text(change)} "
+                "points; train on text that is more general, with --general"
             )
-    return found
+    return warnings
 
 
 def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedEvaluation) -> list[str]:
@@ -280,14 +269,6 @@ def _notes_about(path: str | Path, work: PreparedEvaluation) -> list[str]:
         return calibration_notes(str(path), check_shrink(document, str(written)).plan.calibration, work)
     except ResultError as error:
         return [f"what {path} was made with is not known: {error}"]
-
-
-def _language_model(source: Source, placement: Placement) -> Any:
-    """Load the configuration of a causal language model; refuse other models."""
-    config = load_config(source, placement, None)  # whose advice is about options that `evaluate` does not have
-    if loader_of(config)[1] != "loss" or getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{source.target} is a {config.model_type} model; evaluate needs a causal language model")
-    return config
 
 
 def _decided_start(start: Start, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:

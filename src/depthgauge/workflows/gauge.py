@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._version import __version__
-from depthgauge.base.errors import OutputError
 from depthgauge.base.io import check_outputs, write_text
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import input_paths
-from depthgauge.report.page import check_page, page_text, write_report
+from depthgauge.report.page import check_page, write_outputs, write_report
 from depthgauge.results.gauge_record import CHECKPOINTS, GaugeOptions, GaugeRecord, make_options, read_result
 from depthgauge.results.record import take_directory
-from depthgauge.workflows.gauge_request import check_gauge
-from depthgauge.workflows.target import resolve_target
+from depthgauge.workflows.target import check_gauge, resolve_target
 
 
 class GaugeResult(GaugeRecord, frozen=True, kw_only=True):
@@ -37,7 +35,6 @@ def gauge(
     tokenizer: Any = None,
     out: str | Path | None = None,
     report: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -52,13 +49,12 @@ def gauge(
         target: a network, a network file, a checkpoint (directory, GGUF file or name on the Hugging Face hub), a
             transformers model in memory, or None for a built-in pair. A model in memory is left as it was.
         options: what to do; see `GaugeOptions`.
-        tokenizer: the tokenizer of a model in memory, which `weights_only` does not need, or its image processor if it
+        tokenizer: the tokenizer of a model in memory, which `text="none"` does not need, or its image processor if it
             reads images; or the directory of a tokenizer that replaces that of a checkpoint.
         out: a file to write the result document to. The finished steps of a checkpoint are kept next to it, so that an
-            interrupted run can be resumed.
+            interrupted run can be continued by the same call.
         report: a file to write a page with charts to (extra `report`).
-        resume: continue the interrupted run with the same `out`.
-        overwrite: replace files at `out` and `report`, and start again where an interrupted run has stopped.
+        overwrite: replace files at `out` and `report`, and an interrupted run with other options.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the memory that is needed.
         **fields: any option of `GaugeOptions` by name, such as `text="corpus.txt"`; overrides `options`.
@@ -76,15 +72,15 @@ def gauge(
     1
     """
     started, tokenizer = time.perf_counter(), take_directory(tokenizer, fields)
-    found, asked = resolve_target(target), make_options(options, fields)
-    asked.check(found.kind, found.description)
+    chosen, asked = resolve_target(target), make_options(options, fields)
+    asked.check(chosen.kind, chosen.description)
     if report is not None:
         check_page(report)
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
-        inputs = {"TARGET": found.path} | input_paths(asked)
+    with Journal(out, overwrite=overwrite, message=message) as journal:
+        inputs = {"TARGET": chosen.path} | input_paths(asked)
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        if found.kind == CHECKPOINTS:
-            request = check_gauge(found, asked, message)
+        if chosen.kind == CHECKPOINTS:
+            request = check_gauge(chosen, asked, message)
             from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint  # torch and transformers take seconds
 
             settings, subject = gauge_checkpoint(request, tokenizer, journal, progress, message)
@@ -93,19 +89,11 @@ def gauge(
         else:
             from depthgauge.workflows.gauge_network import gauge_networks
 
-            settings, subjects = gauge_networks(found, asked, progress)
+            journal.begin({"target": chosen.description, **asked.to_json()})
+            settings, subjects = gauge_networks(chosen, asked, progress)
             seconds = None
         result = GaugeResult(version=__version__, settings=settings, subjects=subjects, seconds=seconds)
-        try:
-            if out is not None:
-                journal.write(out, result.dump(), overwrite)
-                message(f"result written to {out}")
-            if report is not None:
-                journal.write(report, page_text(result), overwrite)
-                message(f"page written to {report}")
-        except OutputError as error:
-            error.result = result
-            raise
+        write_outputs(result, out, report, overwrite, message, journal)
     return result
 
 

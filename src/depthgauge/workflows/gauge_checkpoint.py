@@ -3,16 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from depthgauge._version import __version__
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.blocks.attention_calls import Session, attending
 from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack, tokens_of
-from depthgauge.checkpoints.blocks.circuits import CircuitSizes, circuit_sizes, head_weights
+from depthgauge.checkpoints.blocks.circuits import CircuitSizes, circuit_sizes, head_weights, regime
 from depthgauge.checkpoints.blocks.model_output import require_output
 from depthgauge.checkpoints.blocks.probe import Probed, derived, probe
 from depthgauge.checkpoints.blocks.what_if import (
@@ -27,74 +31,56 @@ from depthgauge.checkpoints.blocks.what_if import (
     layers_of,
     states_in_memory,
 )
-from depthgauge.checkpoints.blocks.window_observer import observe_blocks, observe_window
+from depthgauge.checkpoints.blocks.window_observer import STATIC, combine, observe_blocks, observe_window, spearman
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import GivenWindows, Inputs, Samples, as_samples, read_data
-from depthgauge.checkpoints.inputs.windows import Windows, read_windows
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples, Windows, as_samples, read_data, read_windows
 from depthgauge.checkpoints.source.library import CheckpointError
-from depthgauge.checkpoints.source.model_class import (
-    context_length,
-    loader_of,
-    longest_window,
-    pooling_notes,
-)
+from depthgauge.checkpoints.source.model_class import context_length, longest_window, pooling_notes
 from depthgauge.checkpoints.source.model_files import weight_files
+from depthgauge.checkpoints.tasks.confidence import mean_interval
 from depthgauge.checkpoints.tasks.language import Start, plan_start, started_windows
+from depthgauge.checkpoints.weights.described import Described, describe, opened
 from depthgauge.checkpoints.weights.families import family_of
-from depthgauge.checkpoints.weights.load import (
-    Checkpoint,
-    Placement,
-    fitted,
-    load_config,
-    load_model,
-    load_reader,
-    prepared,
-    refuse_infinite,
-    require_kind,
-    wrap,
-)
+from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.checkpoints.weights.stored_weights import weights_digest
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.gauge_record import (
     SAMPLES,
+    CheckpointHead,
+    CheckpointLayer,
+    CheckpointState,
     CheckpointSubject,
+    ExpertLoss,
+    FastPlan,
     GaugeOptions,
     GaugeSettings,
+    Interval,
+    Residual,
+    ScoreTrust,
     TextWindows,
     allows,
+    checkpoint_verdict,
     unobserved_sentence,
 )
-from depthgauge.results.labels import EXPERT
-from depthgauge.surgery.open_model import describe_model
-from depthgauge.workflows.checkpoint_record import subject_record
-from depthgauge.workflows.gauge_request import GaugeRequest
+from depthgauge.results.labels import EXPERT, SCORES
+from depthgauge.results.record import finite
+from depthgauge.theory.measures.quantities import SampleResiduals, residual_record
 from depthgauge.workflows.needed_room import room_of
+from depthgauge.workflows.target import GaugeRequest
 
 
 @dataclass(frozen=True, eq=False)
-class DescribedModel:
-    """A model before its weights are loaded, and what it will read.
+class GaugeInputs:
+    """A model before its weights are loaded, and what it will be measured on.
 
-    - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
-    - `placement`: how it is loaded
+    - `model`: the model without its weights
     - `windows`: the windows of a text, without special tokens, or other inputs; None if the weights alone are gauged
     - `start`: the special tokens around the windows of a text
     """
 
-    config: Any
-    tokenizer: Any
-    placement: Placement
-    windows: Windows | GivenWindows | None
-    start: Start | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class OpenedInputs:
-    """A loaded model and the inputs that it is measured on; `text` describes them. Both are None for weights alone."""
-
-    checkpoint: Checkpoint
-    inputs: Inputs | None = None
-    text: TextWindows | None = None
+    model: Described
+    windows: Windows | None
+    start: Start | None
 
 
 def gauge_checkpoint(
@@ -110,41 +96,36 @@ def gauge_checkpoint(
     Returns:
         The options with their defaults filled in, and the subject.
     """
-    described = describe(request, tokenizer, message)
-    settings, model = _settings(request, described), request.target.model
-    _begin(request, described, settings, journal)
+    model = request.target.model
     with nullcontext() if model is None else undisturbed(model):
-        return settings, _measured(request, _opened(request, described, message), journal, progress, message)
+        inputs = read_inputs(request, tokenizer, message)
+        settings = _settings(request, inputs.windows)
+        _begin(request, inputs.windows, settings, journal)
+        return settings, _measured(request, inputs, journal, progress, message)
 
 
-def describe(request: GaugeRequest, tokenizer: Any, message: Callable[[str], None]) -> DescribedModel:
-    """Read the configuration and the inputs, and cut a text into windows; no weights are needed."""
-    target, asked, source, data = request.target, request.asked, request.source, request.data
-    placement, seed = Placement.of(asked), asked.seed or 0
-    if source is None:
-        config = target.model.config
-        require_kind(type(target.model), config, str(target.name), data)
-    else:
-        config = load_config(source, placement, data)
-    if not asked.weights_only:
-        hint = ", or weights_only=True" if data.kind is TEXT else ""
-        tokenizer = load_reader(source, placement, data.kind, tokenizer, hint)
-    windows: Windows | GivenWindows | None = None
-    start = None
+def read_inputs(request: GaugeRequest, tokenizer: Any, message: Callable[[str], None]) -> GaugeInputs:
+    """Describe the model, and cut a text into windows; no weights are needed."""
+    asked, source, data = request.asked, request.source, request.data
+    described = describe(
+        request.target.model, source, request.given, data, tokenizer, message, has_reader=not asked.weights_only
+    )
+    config, reader, seed = described.config, described.reader, asked.seed or 0
+    windows, start, tokens = None, None, 0
     if data.kind is not TEXT:
-        windows = read_data(data, tokenizer, config, wanted=asked.samples or SAMPLES, seed=seed, window=asked.window)
+        windows = read_data(data, reader, config, wanted=asked.samples or SAMPLES, seed=seed, window=asked.window)
     elif asked.weights_only:
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
-                f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
+                f"--data none cannot be used for {request.target.name}: depthgauge does not know where a "
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
         assert asked.tokens is not None
         assert asked.bos is not None
-        start = plan_start(asked.bos, source, tokenizer)
+        start = plan_start(asked.bos, source, reader)
         windows = read_windows(
-            tokenizer,
+            reader,
             data.texts[0] if data.texts else None,
             tokens=asked.tokens,
             window=asked.window,
@@ -152,22 +133,22 @@ def describe(request: GaugeRequest, tokenizer: Any, message: Callable[[str], Non
             seed=seed,
             special=(start.before, start.after),
         )
+        tokens = int(windows.ids.shape[1])
     data.describe(message)
     if source is not None:
-        placement = fitted(source, config, placement, message)
-        whole = describe_model(source, config, *loader_of(config, source), placement)
-        tokens = int(windows.ids.shape[1]) if isinstance(windows, Windows) else 0
-        message(room_of(whole, placement.stream, 1, tokens).sentence(placement.torch_device()))
-    return DescribedModel(config, tokenizer, placement, windows, start)
+        placement = described.placement
+        message(room_of(described.whole, placement.stream, 1, tokens).sentence(placement.torch_device()))
+    return GaugeInputs(described, windows, start)
 
 
-def _settings(request: GaugeRequest, described: DescribedModel) -> GaugeSettings:
+def _settings(request: GaugeRequest, windows: Windows | None) -> GaugeSettings:
     """Return the options with their defaults filled in."""
-    target, asked, source, windows = request.target, request.asked, request.source, described.windows
+    target, asked, source = request.target, request.asked, request.source
+    is_text = windows is not None and request.data.kind is TEXT
     filled = {
-        "tokens": asked.tokens if isinstance(windows, Windows) else None,
-        "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else asked.window,
-        "samples": len(windows.inputs) if isinstance(windows, GivenWindows) else None,
+        "tokens": asked.tokens if is_text else None,
+        "window": int(windows.ids.shape[1]) if windows is not None and is_text else asked.window,
+        "samples": None if windows is None or is_text else len(windows.inputs),
         "seed": asked.seed or 0,
         "what_if": ",".join(request.kinds) or "none",
         "dtype": asked.dtype,
@@ -177,44 +158,34 @@ def _settings(request: GaugeRequest, described: DescribedModel) -> GaugeSettings
     return GaugeSettings(**{**request.given.given(), **filled})
 
 
-def _begin(request: GaugeRequest, described: DescribedModel, settings: GaugeSettings, journal: Journal) -> None:
+def _begin(request: GaugeRequest, windows: Windows | None, settings: GaugeSettings, journal: Journal) -> None:
     """Describe the run in its journal. Names and sizes of the weight files show that a checkpoint was replaced."""
-    source, windows = request.source, described.windows
+    source = request.source
     if source is None:
         files: Any = weights_digest(request.target.model)
     else:
         files = [[path.name, path.stat().st_size] for path in weight_files(source)]
-    journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
-
-
-def _opened(request: GaugeRequest, described: DescribedModel, message: Callable[[str], None]) -> OpenedInputs:
-    """Load the weights, and decide how the windows of a text begin."""
-    target, source, asked, windows = request.target, request.source, request.asked, described.windows
-    if source is None:
-        checkpoint = wrap(target.model, str(target.name))
-        refuse_infinite(target.model, checkpoint.name)
-    else:
-        message(f"loading {source.target}")
-        checkpoint = load_model(source, described.config, described.placement)
-    if windows is None:
-        return OpenedInputs(checkpoint)
-    if isinstance(windows, GivenWindows):
-        checkpoint = prepared(checkpoint, request.data, asked.stack)
-        require_output(checkpoint, windows.inputs)
-        return OpenedInputs(checkpoint, windows.inputs, windows.record(tokens_of(checkpoint, windows.inputs)))
-    assert described.start is not None
-    unread = allows(asked, "unread")
-    windows, decided = started_windows(checkpoint, windows, described.start, described.tokenizer, unread, message)
-    return OpenedInputs(checkpoint, windows.ids, windows.record(decided.bos, decided.reason))
+    journal.begin(
+        settings.to_json()
+        | {"version": __version__, "files": files, "sha256": None if windows is None else windows.digest}
+    )
 
 
 def _measured(
-    request: GaugeRequest, opened: OpenedInputs, journal: Journal, progress: Step, message: Callable[[str], None]
+    request: GaugeRequest, described: GaugeInputs, journal: Journal, progress: Step, message: Callable[[str], None]
 ) -> CheckpointSubject:
-    """Measure the weights, and what-ifs on every window."""
-    checkpoint, inputs, text, kinds = opened.checkpoint, opened.inputs, opened.text, request.kinds
-    if inputs is None or text is None:
+    """Load the weights, and measure them, and what-ifs on every window."""
+    checkpoint, windows, kinds = opened(described.model, message), described.windows, request.kinds
+    if windows is None:
         return subject_record(checkpoint, *measure_weights(checkpoint, progress))
+    if described.start is None:
+        require_output(checkpoint, windows.inputs)
+        text = windows.record(tokens_of(checkpoint, windows.inputs))
+    else:
+        reader, unread = described.model.reader, allows(request.asked, "unread")
+        windows, start = started_windows(checkpoint, windows, described.start, reader, unread, message)
+        text = windows.record(int(windows.ids.shape[1]), start.bos, start.reason)
+    inputs = windows.inputs
     checkpoint = derived(checkpoint, inputs)
     probed = probe(checkpoint, inputs[:1])
     if probed.attention is not None:
@@ -228,8 +199,8 @@ def _measured(
     measured = {kind: layers for kind, layers in measured.items() if layers}
     if checkpoint.objective == "embedding" and request.source is not None:
         notes += pooling_notes(request.source.folder)
-    found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
-    return subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+    by_window = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
+    return subject_record(checkpoint, weights, notes, text, by_window, measured, unobserved=probed.attention)
 
 
 def _fewer(text: TextWindows, asked: GaugeOptions) -> list[str]:
@@ -296,8 +267,8 @@ def measure_windows(
         What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
         expert, the loss and the share of tokens.
     """
-    found = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
-    left = [index for index, known in enumerate(found) if {"observed", *measured} - known.keys()]
+    by_window = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
+    left = [index for index, known in enumerate(by_window) if {"observed", *measured} - known.keys()]
     with attending(checkpoint.model) if probed.attention is None else nullcontext(Session()) as session:
         runner, size, length = None, 1, as_samples(inputs).main.shape[1]
         if probed.blocks is None:
@@ -306,7 +277,7 @@ def measure_windows(
             most = max(map(len, measured.values()), default=len(runner))
             size = max(1, states_in_memory(runner.embed(inputs[:1])) // most)
         for together in _groups(inputs, left, size):
-            group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together).long()]
+            group, windows = {index: by_window[index] for index in together}, inputs[torch.tensor(together).long()]
             if isinstance(windows, Samples):
                 windows = windows.unpadded()  # padding is nothing to observe
             if runner is not None and as_samples(windows).main.shape[1] != length:
@@ -326,7 +297,7 @@ def measure_windows(
                     for known, losses in zip(group.values(), what_if_losses(dense, kind, on, progress), strict=True):
                         known[kind] = losses
                 _keep(journal, group)
-    return found
+    return by_window
 
 
 def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
@@ -335,7 +306,7 @@ def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
     for index in left:
         window = as_samples(inputs[index : index + 1]).unpadded()
         by_length.setdefault(window.main.shape[1], []).append(index)
-    return [one[start : start + size] for one in by_length.values() for start in range(0, len(one), size)]
+    return [indices[start : start + size] for indices in by_length.values() for start in range(0, len(indices), size)]
 
 
 def _keep(journal: Journal, group: Mapping[int, dict[str, Any]]) -> None:
@@ -347,11 +318,131 @@ def what_if_losses(dense: DenseStates, kind: str, on: Sequence[int], progress: S
     """Return, for every window, the loss of each layer in `on` in a what-if; for every expert, also its share."""
     objective, experts = Objective(dense.runner, dense.inputs, dense.final), ExpertWhatIfs(dense.runner)
     models = [(Edit(layer, kind, place - on.index(layer)),) for place, layer in enumerate(on)]
-    found: dict[Edits, Tensor] = {}
+    by_model: dict[Edits, Tensor] = {}
     for some in edited_losses(objective, dense, models, experts=experts, progress=progress, label=f"what if, {kind}"):
-        found |= some
-    losses = (torch.stack([found[edits] for edits in models], dim=1) - objective(dense.final)[:, None]).tolist()
+        by_model |= some
+    losses = (torch.stack([by_model[edits] for edits in models], dim=1) - objective(dense.final)[:, None]).tolist()
     if kind != EXPERT:
         return losses
     shares = [experts.shares[edit.layer, edit.expert] for (edit,) in models]
     return [[[*pair] for pair in zip(row, share, strict=True)] for row, *share in zip(losses, *shares, strict=True)]
+
+
+# --- From what was measured to the record -----------------------------------------------------------------------------
+
+_ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
+"""The statistics of a head that are copied to its record."""
+
+
+def subject_record(
+    checkpoint: Checkpoint,
+    weights: Sequence[Sequence[CircuitSizes]],
+    notes: Sequence[str],
+    text: TextWindows | None = None,
+    by_window: Sequence[dict[str, Any]] = (),
+    measured: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    unobserved: str | None = None,
+) -> CheckpointSubject:
+    """Combine what was measured window by window into the record of one checkpoint.
+
+    `weights` has the circuit sizes by layer and head, empty where the family is not known; `by_window` is the result of
+    `measure_windows` for the layers `measured` of each what-if. `unobserved` says why the
+    attention was not observed.
+    """
+    L, observed = checkpoint.layers, [window["observed"] for window in by_window]
+    what_ifs = {
+        kind: {layer: mean_interval([window[kind][place] for window in by_window]) for place, layer in enumerate(on)}
+        for kind, on in measured.items()
+        if kind != EXPERT
+    }
+    scores = {
+        name: torch.tensor([seen["scores"][name] for seen in observed], dtype=torch.float64).mean(dim=0).tolist()
+        for name in (observed[0]["scores"] if observed else ())
+    }
+    trust = _trust(scores, what_ifs)
+    has_loss = bool(observed) and observed[0]["loss"] is not None
+    return CheckpointSubject(
+        name=checkpoint.name,
+        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, measured=bool(observed)),
+        model=checkpoint.describe(),
+        text=text,
+        regime=regime(weights) if weights else None,
+        baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
+        accuracy=mean(seen["accuracy"] for seen in observed) if observed and "accuracy" in observed[0] else None,
+        input=CheckpointState(residual=_residual(observed, 0)),
+        layers=tuple(
+            CheckpointLayer(
+                index=layer,
+                residual=_residual(observed, layer + 1),
+                heads=_heads(checkpoint, observed, weights, layer),
+                scores={name: finite(values[layer]) for name, values in scores.items() if values},
+                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed and unobserved is None else None,
+                what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
+                experts=_experts(by_window, measured.get(EXPERT, ()), layer),
+            )
+            for layer in range(L)
+        ),
+        scores=tuple(trust),
+        notes=tuple(notes),
+        unobserved=unobserved,
+    )
+
+
+def _experts(by_window: Sequence[dict[str, Any]], on: Sequence[int], layer: int) -> tuple[ExpertLoss, ...]:
+    """Return the experts of a layer; `on` has the layer of every expert that was measured on the windows."""
+    by_expert = [[window[EXPERT][place] for window in by_window] for place, other in enumerate(on) if other == layer]
+    return tuple(
+        ExpertLoss(
+            index=index,
+            what_if=mean_interval([loss for loss, _ in windows]),
+            share=sum(share for _, share in windows) / len(windows),
+        )
+        for index, windows in enumerate(by_expert)
+    )
+
+
+def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]]) -> list[ScoreTrust]:
+    """Return the rank correlation of each layer score with the what-if it predicts."""
+    rows = []
+    for score, values in scores.items():
+        lost = what_ifs.get(SCORES[score].what_if, {})
+        if lost and values:
+            correlation = spearman([values[layer] for layer in lost], [one.loss for one in lost.values()])
+            rows.append(ScoreTrust(score=score, what_if=SCORES[score].what_if, spearman=correlation, layers=len(lost)))
+    return rows
+
+
+def _residual(observed: Sequence[dict[str, Any]], state: int) -> Residual | None:
+    """Return the residual of X_ℓ, mean and spread over windows; None where the states were not observed."""
+    if not observed or not observed[0]["residuals"]:
+        return None
+    windows = [seen["residuals"][state] for seen in observed]
+    return residual_record(
+        {
+            center: {
+                norm: SampleResiduals(*torch.tensor([w[center][norm] for w in windows], dtype=torch.float64).unbind(1))
+                for norm in norms
+            }
+            for center, norms in windows[0].items()
+        }
+    )
+
+
+def _heads(
+    checkpoint: Checkpoint,
+    observed: Sequence[dict[str, Any]],
+    weights: Sequence[Sequence[CircuitSizes]],
+    layer: int,
+) -> tuple[CheckpointHead, ...]:
+    entries: list[dict[str, Any]] = [{"index": head} for head in range(checkpoint.heads)]
+    if observed and observed[0]["heads"]:
+        seen = combine([window["heads"][layer] for window in observed])
+        errors = seen.static_errors()
+        for head, entry in enumerate(entries):
+            entry |= {name: finite(getattr(seen, name)[head]) for name in _ON_TEXT}
+            entry["static"] = {name: finite(errors[i, head]) for i, name in enumerate(STATIC)}
+            entry["static_best"] = STATIC[int(errors[:, head].nan_to_num(nan=torch.inf).argmin())]
+    if weights:
+        for entry, sizes in zip(entries, weights[layer], strict=True):
+            entry |= {name: finite(size) for name, size in vars(sizes).items() if name != "score_norm"}
+    return tuple(CheckpointHead(**entry) for entry in entries)

@@ -3,20 +3,20 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from depthgauge.base.format import size_text
-from depthgauge.checkpoints.inputs.found_data import class_in_config, find_data
-from depthgauge.checkpoints.source.model_class import loader_of
+from depthgauge.checkpoints.inputs.found_data import FoundData
 from depthgauge.checkpoints.source.model_files import Source
-from depthgauge.checkpoints.weights.load import Checkpoint, Placement, blocks_of, fitted, load_config, parameter_count
+from depthgauge.checkpoints.weights.described import describe
+from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory, streamed_bytes
 from depthgauge.recovery.distillation import TRAINING
-from depthgauge.results.gauge_record import GaugeOptions
 from depthgauge.results.shrink_record import ShrinkOptions
 from depthgauge.surgery.calibration import CutTexts
-from depthgauge.surgery.open_model import ReadModel, calibration_sizes, describe_model, requested_counts, written_sizes
+from depthgauge.surgery.open_model import ReadModel, calibration_sizes, requested_counts, written_sizes
 from depthgauge.surgery.write_model import free_disk, require_room
 
 
@@ -53,18 +53,21 @@ class NeededRoom:
 def room_of(whole: Checkpoint, is_streamed: bool, windows: int, tokens: int) -> NeededRoom:
     """Return what a model needs that keeps the states of so many windows of so many tokens at once."""
     model = whole.model
-    weights = streamed_bytes(model, whole.layers) if is_streamed else sum(one.nbytes for one in model.parameters())
+    weights = (
+        streamed_bytes(model, whole.layers) if is_streamed else sum(weight.nbytes for weight in model.parameters())
+    )
     kept = (whole.layers + 1) * windows * tokens
     return NeededRoom(weights, kept * int(whole.config.hidden_size) * model.dtype.itemsize if kept else 0)
 
 
-def shrink_room(found: ReadModel, settings: ShrinkOptions, removed: Sequence[int] | None) -> NeededRoom:
+def shrink_room(model: ReadModel, settings: ShrinkOptions, removed: Sequence[int] | None) -> NeededRoom:
     """Return what a run of `shrink` needs; `removed` are the blocks of a plan.
 
     The states are counted for text. What is trained at most are the blocks that are left, and of several sizes that a
     limit on the loss allows, the largest one is written.
     """
-    read, whole, repairs = found.read, found.whole, not settings.no_repair
+    read, whole, repairs = model.read, model.model.whole, settings.repairs
+    streamed = model.model.placement.stream
     sizes, windows, tokens = calibration_sizes(settings), 0, 0
     if isinstance(read, CutTexts):
         windows, tokens = sizes.select + sizes.fit * repairs, read.window
@@ -72,27 +75,22 @@ def shrink_room(found: ReadModel, settings: ShrinkOptions, removed: Sequence[int
     if removed is not None:
         counts: tuple[int, ...] = (len(removed),)
     else:
-        counts = (1,) if settings.max_increase is not None else requested_counts(settings, whole, found.stored)
-    total, blocks = written_sizes(whole, found.stored, repairs)
+        counts = (1,) if settings.max_increase is not None else requested_counts(settings, whole, model.stored)
+    total, blocks = written_sizes(whole, model.stored, repairs)
     trained = sorted(parameter_count(block) for block in blocks_of(whole))[counts[0] :]
-    trains = repairs and not found.placement.stream and settings.device_map is None
+    trains = repairs and not streamed and not settings.is_spread
     return replace(
-        room_of(whole, found.placement.stream, windows, tokens),
+        room_of(whole, streamed, windows, tokens),
         training=TRAINING * sum(trained) * trains,
         disk=sum(total - sum(blocks[:count]) for count in counts),
     )
 
 
-def check_described(source: Source, asked: GaugeOptions | ShrinkOptions, outputs: Iterable[str | Path]) -> None:
+def check_described(source: Source, asked: Any, data: FoundData | None, outputs: Iterable[str | Path]) -> None:
     """Raise if a model does not fit, of which only the configuration was downloaded.
 
     The disk of each output must have room for its weights.
     """
-    placement, config = (
-        Placement.of(asked),
-        load_config(source, Placement.of(asked), find_data(asked, class_in_config(source))),
-    )
-    placement = fitted(source, config, placement)
-    whole = describe_model(source, config, *loader_of(config, source), placement)
+    whole = describe(None, source, asked, data, has_reader=False).whole
     for out in outputs:
         require_room(out, room_of(whole, False, 0, 0).weights)

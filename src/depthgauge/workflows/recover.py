@@ -5,18 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, require_type
 from depthgauge.base.io import check_outputs
 from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Step, no_message, silent
 from depthgauge.checkpoints.inputs.text_files import find_general, find_texts, input_paths
-from depthgauge.checkpoints.source.hub import parse_hub_name, resolve
-from depthgauge.checkpoints.source.model_files import Source
+from depthgauge.checkpoints.source.hub import parse_hub_name
 from depthgauge.report.page import check_page, page_text, write_report
-from depthgauge.results.gauge_record import CHECKPOINTS, allows
 from depthgauge.results.recover_record import RecoverOptions, RecoverRecord, make_recover_options
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
-from depthgauge.workflows.target import resolve_target
+from depthgauge.workflows.target import require_checkpoint, resolved
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +41,6 @@ def recover(
     *,
     out: str | Path | None = None,
     report: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -58,9 +54,7 @@ def recover(
         options: what to do; see `RecoverOptions`.
         out: the directory to write the recovered model to; None keeps it in memory.
         report: a file to write a page with charts to (extra `report`).
-        resume: continue an interrupted run with the same `out`.
-        overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
-            stopped.
+        overwrite: replace a checkpoint at `out` and a file at `report`, and an interrupted run with other options.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
         **fields: any option of `RecoverOptions` by name, such as `teacher="model"`, `text="corpus.txt"`,
@@ -72,23 +66,24 @@ def recover(
     Raises:
         InputError: a model or an option cannot be used.
     """
-    require_type("model", model, (str, Path), "the path of a checkpoint, or a name on the hub")
     settings = make_recover_options(options, fields)
     settings.check()
     teacher = settings.teacher
     assert teacher is not None
+    for path in (model, teacher):
+        require_checkpoint(path, "recover")
     if report is not None:
         check_page(report)
     texts = find_texts(settings.text)
     find_general(settings.general)  # raises before a download
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+    with Journal(out, overwrite=overwrite, message=message) as journal:
         inputs = {"MODEL": _path(model), "--teacher": _path(teacher)} | input_paths(settings)
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        small, source = (_resolved(one, settings, message) for one in (model, teacher))
+        small, source = (resolved(path, settings, message) for path in (model, teacher))
         if out is not None:
-            for one in (small, source):
-                check_output_directory(out, one, overwrite or journal.has_written(out))
-            if resume:
+            for model_source in (small, source):
+                check_output_directory(out, model_source, overwrite or journal.has_written(out))
+            if journal.is_continued:
                 remove_unfinished(out)
         from depthgauge.workflows.recover_run import run_recovery  # torch and transformers take seconds
 
@@ -102,13 +97,3 @@ def recover(
 def _path(model: str | Path) -> str | Path | None:
     """Return a path; None for a name on the hub, which no output can replace."""
     return model if parse_hub_name(model) is None else None
-
-
-def _resolved(model: str | Path, settings: RecoverOptions, message: Callable[[str], None]) -> Source:
-    target = resolve_target(model)
-    if target.kind != CHECKPOINTS or (target.path is not None and not target.path.exists()):
-        raise InputError(
-            f"{model} is not a checkpoint; recover expects a directory of a transformers model, a GGUF file or a name "
-            "on the hub"
-        )
-    return resolve(model, allows(settings, "pickle"), settings.tokenizer, message, allows(settings, "code"))

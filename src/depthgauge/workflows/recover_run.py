@@ -1,8 +1,7 @@
 """One run of `recover`: read both models and the texts, train, measure, write, and check what was written."""
 
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,25 @@ import torch
 
 from depthgauge._version import __version__
 from depthgauge.base.errors import InputError
+from depthgauge.base.io import write_tensors
 from depthgauge.base.journal import RECORD, Journal
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
-from depthgauge.checkpoints.inputs.windows import WINDOW
-from depthgauge.checkpoints.source.library import transformers
+from depthgauge.checkpoints.inputs.windows import WINDOW, Inputs, as_samples
+from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_class import context_length
 from depthgauge.checkpoints.source.model_files import Source, file_digests
 from depthgauge.checkpoints.tasks.confidence import mean_interval
-from depthgauge.checkpoints.tasks.language import measure_start, plan_start
-from depthgauge.checkpoints.weights.load import (
-    Checkpoint,
-    Placement,
-    load_config,
-    load_model,
-    load_tokenizer,
-    require_rows,
-    wrap,
-)
+from depthgauge.checkpoints.tasks.language import Start, measure_start, plan_start
+from depthgauge.checkpoints.weights.described import describe, opened
+from depthgauge.checkpoints.weights.load import Checkpoint, require_rows, wrap
 from depthgauge.checkpoints.weights.stored_weights import stored_dtype
 from depthgauge.recovery.divergence import require_pair
-from depthgauge.recovery.recover_model import trained_weights
+from depthgauge.recovery.recover_model import Recovery, trained_weights
+from depthgauge.recovery.training_data import RecoveryData, training_data
 from depthgauge.results.evaluate_record import EvaluateOptions
 from depthgauge.results.record import finite
-from depthgauge.results.recover_record import RecoveredText, RecoverOptions, RecoverRecord
+from depthgauge.results.recover_record import Amount, RecoveredText, RecoverOptions, RecoverRecord
 from depthgauge.results.shrink_document import reload_sentence
 from depthgauge.surgery.calibration import (
     Calibration,
@@ -55,7 +49,6 @@ from depthgauge.workflows.evaluate_models import (
     prepare_evaluation,
     tasks_after,
 )
-from depthgauge.workflows.recovery_inputs import recovery_on_text
 
 RECOVERED = "the recovered model"
 """The name of the result in the record of its tasks."""
@@ -76,16 +69,14 @@ def run_recovery(
 ) -> tuple[Any, RecoverRecord]:
     """Train the model `small` towards the model `source`; return it, and the record of the run."""
     started = time.perf_counter()
-    placement = Placement.of(settings)
-    configs = [load_config(one, placement) for one in (small, source)]
-    tokenizer = load_tokenizer(source, placement)
-    own = load_tokenizer(small, placement)
+    smaller, larger = (describe(None, one, settings, message=message, may_stream=False) for one in (small, source))
+    own, tokenizer = smaller.reader, larger.reader
     if own.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"{small.target} and {source.target} have different tokenizers, so their predictions cannot be compared; "
             "give the model that the smaller one was made from"
         )
-    context = context_length(configs[1])
+    context = context_length(larger.config)
     request = CalibrationRequest(
         texts,
         CalibrationSizes(max(1, len(texts)), max(SELECT, len(texts)), max(CERTIFY, len(texts))),
@@ -103,8 +94,7 @@ def run_recovery(
             "teacher": file_digests(source),
         }
     )  # fmt: skip
-    message(f"loading {source.target} and {small.target}")
-    teacher, student = load_model(source, configs[1], placement), load_model(small, configs[0], placement)
+    teacher, student = opened(larger, message), opened(smaller, message)
     require_pair(student, teacher)
     require_rows(teacher, cut.ids)
     start = measure_start(request.start, teacher, tokenizer)
@@ -120,18 +110,18 @@ def run_recovery(
     work = None if tasks is None else prepare_evaluation(EvaluateOptions(tasks=tasks), message)
 
     def answers(checkpoint: Checkpoint, name: str) -> list[ModelAnswers]:
-        return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress, message)]
+        return [] if work is None else [measure_model(work, checkpoint, tokenizer, name, start, progress)]
 
-    found = [*answers(teacher, teacher.name), *answers(student, student.name)]
+    compared = [*answers(teacher, teacher.name), *answers(student, student.name)]
     made = recovery.run(student, teacher, trained_weights(student), journal.directory("recovery", ()), progress)
-    stored = stored_dtype(configs[0], small) if small.gguf is None and settings.dtype == "auto" else None
+    stored = stored_dtype(smaller.config, small) if small.gguf is None and settings.dtype in (None, "auto") else None
     model = student.model if stored is None else cast(student.model, stored)
     after = certifier.measure(model, "recovered model")
-    found += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)
+    compared += answers(wrap(as_dtype(model, teacher.model.dtype)), RECOVERED)
     notes = [] if made.kept else ["the training gained less than its standard error, so the weights are unchanged"]
     evaluation = None
     if work is not None:
-        evaluation = evaluation_record(work, found, fall_warnings(*found[1:]), time.perf_counter() - started)
+        evaluation = evaluation_record(work, compared, fall_warnings(*compared[1:]), time.perf_counter() - started)
     record = RecoverRecord(
         version=__version__,
         name=student.name,
@@ -145,12 +135,7 @@ def run_recovery(
         settings=settings,
         evaluation=evaluation,
         notes=(*calibration.notes, *notes),
-        versions={
-            "depthgauge": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "transformers": str(transformers().__version__),
-        },
+        versions=library_versions(),
         seconds=time.perf_counter() - started,
         out=None if out is None else str(out),
     )
@@ -188,17 +173,70 @@ def _written(
 
 def _texts(calibration: Calibration, teacher: Any, before: Any, after: Any) -> tuple[RecoveredText, ...]:
     """Return the objective of the three models on the certify windows of every source."""
-    found = []
+    texts = []
     for index, source in enumerate(calibration.record.sources):
         chosen = calibration.certify.source == index
         if not bool(chosen.any()):
             continue
         interval = mean_interval((after - before)[chosen].tolist())
-        found.append(
+        texts.append(
             RecoveredText(
                 kind=source.kind, name=source.name, windows=int(chosen.sum()), teacher=finite(teacher[chosen].mean()),
                 before=finite(before[chosen].mean()), after=finite(after[chosen].mean()), change=interval.loss,
                 low=interval.low, high=interval.high,
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(texts)
+
+
+# --- What a recovery trains on, also in shrink ------------------------------------------------------------------------
+
+ENOUGH = 2**16
+"""Windows that are read at most if the training is limited in time alone."""
+
+
+def recovery_on_text(
+    teacher: Checkpoint,
+    tokenizer: Any,
+    texts: Sequence[TextFile],
+    general: str | None,
+    calibration: Calibration,
+    start: Start,
+    amount: Amount,
+    seed: int,
+    journal: Journal,
+    progress: Step,
+    message: Callable[[str], None],
+) -> Recovery:
+    """Return the training on all windows of the texts that share nothing with selection and certify windows.
+
+    An interrupted run continues with the windows of its journal: how many are sampled may depend on the time.
+    """
+    window, saved = calibration.record.window, journal.file("windows", ())
+    if saved is not None and saved.exists():
+        data = RecoveryData(**torch.load(saved, map_location="cpu", weights_only=True))
+    else:
+        held = [as_samples(part.inputs).main for part in (calibration.select, calibration.certify)]
+        data = training_data(
+            teacher, tokenizer, texts, general,
+            start=start, window=window, wanted=ENOUGH if amount.tokens is None else -(-amount.tokens // window),
+            held=held, seed=seed, seconds=amount.seconds, progress=progress, message=message,
+        )  # fmt: skip
+        if saved is not None:
+            write_tensors(saved, {"windows": data.windows, "own": data.own, "sources": data.sources})
+    return Recovery(data, calibration.select.inputs, _apart(calibration), amount, seed)
+
+
+def recovery_on_windows(calibration: Calibration, amount: Amount, seed: int) -> Recovery:
+    """Return the training on the windows to fit: images, pairs, recordings or labelled texts are not read again."""
+    fit, record = calibration.fit.inputs, calibration.record
+    names = {source.name: source.fit * record.window for source in record.sources if source.fit}
+    return Recovery(RecoveryData(fit, len(fit), names), calibration.select.inputs, None, amount, seed)
+
+
+def _apart(calibration: Calibration) -> Inputs | None:
+    """Return the certify windows of the built-in text, if there are any besides those of the user's texts."""
+    kinds = [source.kind for source in calibration.record.sources]
+    if "built-in" not in kinds or len(set(kinds)) == 1:
+        return None
+    return calibration.certify.inputs[calibration.certify.source == kinds.index("built-in")]

@@ -19,16 +19,9 @@ from depthgauge.checkpoints.source.model_files import Source, weight_bytes
 from depthgauge.checkpoints.tasks.known_tasks import task_folders
 from depthgauge.report.page import check_page, sizes_page_text, write_report
 from depthgauge.results.evaluate_record import split_tasks
-from depthgauge.results.gauge_record import CHECKPOINTS
+from depthgauge.results.gauge_record import ABOUT_FILES
 from depthgauge.results.record import take_directory
-from depthgauge.results.shrink_record import (
-    ABOUT_FILES,
-    PlanRecord,
-    ShrinkOptions,
-    ShrinkRecord,
-    make_shrink_options,
-    read_plan,
-)
+from depthgauge.results.shrink_record import PlanRecord, ShrinkOptions, ShrinkRecord, make_shrink_options, read_plan
 from depthgauge.surgery.write_model import (
     check_gguf_output,
     check_output_directory,
@@ -38,12 +31,14 @@ from depthgauge.surgery.write_model import (
     record_file,
     remove_unfinished,
 )
-from depthgauge.workflows.resolved_model import resolved
-from depthgauge.workflows.target import is_transformers_model, resolve_target
+from depthgauge.workflows.target import is_transformers_model, require_checkpoint, resolved
 
 if TYPE_CHECKING:
     from depthgauge.surgery.certify import Certifier
     from depthgauge.surgery.open_model import OpenedModel
+
+PLAN_ENDING = ".json"
+"""What the name of a plan ends with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +91,17 @@ class ShrinkResult:
 
         opened, certifier, record = self.opened, self.certifier, self.record
         limit, tested = (None, ()) if record.guarantee is None else (record.guarantee.limit, record.guarantee.tested)
-        spread = record.plan.settings.device_map
         with checked_directory(
-            self.model, certifier, opened.checkpoint, opened.tokenizer, out, overwrite=overwrite, device_map=spread
+            self.model,
+            certifier,
+            opened.checkpoint,
+            opened.tokenizer,
+            out,
+            overwrite=overwrite,
+            is_spread=record.plan.settings.is_spread,
         ) as checked:
-            found = certifier.run(self.model) if checked.found is None else checked.found
-            certified = certifier.certified(found, record.plan.looks(tested), limit, tested)
+            losses = certifier.run(self.model) if checked.found is None else checked.found
+            certified = certifier.certified(losses, record.plan.looks(tested), limit, tested)
             size = msgspec.structs.replace(record.bytes, after=checked.size)
             record = msgspec.structs.replace(
                 record, loss=certified.loss, texts=certified.texts, accuracy=certified.accuracy,
@@ -120,10 +120,9 @@ def shrink(
     options: ShrinkOptions | None = None,
     *,
     tokenizer: Any = None,
-    plan: PlanRecord | str | Path | None = None,
+    plan: PlanRecord | None = None,
     out: str | Path | None = None,
     report: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -136,13 +135,12 @@ def shrink(
         options: what to do; see `ShrinkOptions`.
         tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
             tokenizer that replaces a checkpoint's.
-        plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
+        plan: a plan in memory, which says which blocks to remove; the file of one is given as `remove="plan.json"`.
         out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
             `.gguf`; None keeps it in memory. With several numbers in `remove`, the outputs are `OUT-2`, `OUT-4`, ….
         report: a file to write a page with charts to (extra `report`).
-        resume: continue an interrupted run with the same `out`.
-        overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
-            stopped. A directory with any file that does not belong to a checkpoint is never replaced.
+        overwrite: replace a checkpoint at `out` and a file at `report`, and an interrupted run with other options. A
+            directory with any file that does not belong to a checkpoint is never replaced.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the memory that is needed.
         **fields: any option of `ShrinkOptions` by name, such as `remove=7`; overrides `options`.
@@ -154,18 +152,19 @@ def shrink(
     Raises:
         InputError: the model or an option cannot be used.
     """
-    followed = read_plan(plan) if isinstance(plan, str | Path) else plan
     tokenizer = take_directory(tokenizer, fields)
-    settings = _settings(options, fields, followed)
+    settings, followed, plan_file = _settings(options, fields, plan)
     if report is not None:
         check_page(report)
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
+    if out is not None and Path(out).suffix.lower() == PLAN_ENDING:
+        raise InputError(f"{out} is the name of a plan, which plan_shrink() writes; give a directory or a .gguf file")
     as_gguf = is_gguf_name(out)
     if settings.gguf_type is not None and not as_gguf:
-        raise InputError("--gguf-type applies to GGUF files; give --out a name that ends with .gguf, or leave it out")
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
-        inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
+        raise InputError(f"--dtype {settings.dtype} is a type of GGUF files; give --out a name that ends with .gguf")
+    with Journal(out, overwrite=overwrite, message=message) as journal:
+        inputs = _inputs(model, settings) | {"--remove": plan_file}
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         places = output_folders(out, settings) if out is not None else []
         for place in places:  # before a download
@@ -182,7 +181,7 @@ def shrink(
             # A GGUF file is quantized, so the size of what is written is not known yet.
             needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
             check_output_directory(place, source, overwrite or journal.has_written(place), needed)
-            if resume:
+            if journal.is_continued:
                 remove_unfinished(place)
         # torch and transformers take seconds
         from depthgauge.workflows.shrink_run import make_models
@@ -192,9 +191,11 @@ def shrink(
         run = Run(settings, followed, journal, progress, message)
         made = make_models(run, model, source, tokenizer, makes, out, overwrite)
         if report is not None:
-            journal.write(report, sizes_page_text([one.record for one in made]), overwrite)
+            journal.write(report, sizes_page_text([finished.record for finished in made]), overwrite)
             message(f"page written to {report}")
-    results = tuple(ShrinkResult(one.record, one.model, one.work.opened, one.certifier) for one in made)
+    results = tuple(
+        ShrinkResult(finished.record, finished.model, finished.work.opened, finished.certifier) for finished in made
+    )
     return replace(results[-1], sizes=results)
 
 
@@ -204,7 +205,6 @@ def plan_shrink(
     *,
     tokenizer: Any = None,
     out: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
@@ -218,8 +218,7 @@ def plan_shrink(
         tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
             tokenizer that replaces a checkpoint's.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
-        resume: continue an interrupted search.
-        overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
+        overwrite: replace a file at `out`, and an interrupted search with other options.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
         **fields: any option of `ShrinkOptions` by name.
@@ -228,36 +227,45 @@ def plan_shrink(
         The plan; `shrink(model, plan=plan)` follows it.
     """
     tokenizer = take_directory(tokenizer, fields)
-    settings = _settings(options, fields, None)
+    settings = make_shrink_options(options, fields)
+    settings.check()
     if settings.max_increase is not None or len(settings.removals) > 1:
         raise InputError("a plan has one number of blocks; use --remove 7, --remove-layers or --max-bytes")
-    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+    with Journal(out, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings)
-        check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        check_outputs({"--out": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings, message)
         from depthgauge.workflows.shrink_run import make_plan
         from depthgauge.workflows.shrink_stages import Run
 
-        found = make_plan(Run(settings, None, journal, progress, message), model, source, tokenizer)
+        plan = make_plan(Run(settings, None, journal, progress, message), model, source, tokenizer)
         if out is not None:
-            journal.write(out, found.dump(), overwrite)
-    return found
+            journal.write(out, plan.dump(), overwrite)
+    return plan
 
 
-def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None) -> ShrinkOptions:
-    """Return the checked options: those given, or those of a plan with the given ones about loading the model."""
-    settings = make_shrink_options(options, fields)
+def _settings(
+    options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None
+) -> tuple[ShrinkOptions, PlanRecord | None, str | None]:
+    """Return the checked options, the plan that is followed, and its file.
+
+    With a plan, they are those of the plan, with the given ones about loading the model.
+    """
+    settings, file = make_shrink_options(options, fields), None
+    if plan is None and settings.remove is not None and settings.remove.lower().endswith(PLAN_ENDING):
+        file = settings.remove
+        plan, settings = read_plan(file), msgspec.structs.replace(settings, remove=None)
     if plan is not None:
-        given = settings.given()
-        for name in given:
+        chosen = settings.given()
+        for name in chosen:
             if name not in (*ABOUT_FILES, "allow", "evaluate"):
                 raise InputError(
-                    f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; "
-                    "leave it out, or make a new plan"
+                    f"--{name.replace('_', '-')} cannot be combined with a plan, which contains all settings; leave it "
+                    "out, or make a new plan"
                 )
-        settings = msgspec.structs.replace(plan.settings, **given)
+        settings = msgspec.structs.replace(plan.settings, **chosen)
     settings.check()
-    return settings
+    return settings, plan, file
 
 
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
@@ -275,22 +283,11 @@ def _find_source(
     """
     if is_transformers_model(model):
         return None
-    if not isinstance(model, str | Path):
-        raise InputError(
-            f"model must be a path or a transformers model, got {type(model).__name__}; load it with AutoModel"
-        )
-    target = resolve_target(model)
-    if target.kind != CHECKPOINTS:
-        if not Path(model).exists():
-            raise InputError(f"cannot read {model}: no such file or directory")
-        raise InputError(
-            f"{model} is not a checkpoint; shrink expects a directory of a transformers model, a .gguf file or a name "
-            "on the hub, and `depthgauge collapse` is for network files"
-        )
+    require_checkpoint(model, "shrink")
     checked_data(settings)  # raises before a download
     find_general(settings.general)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
-    source = resolved(model, settings, message, outputs)
-    check_files(source, settings, checked_data(settings, class_in_config(source)))
+    source = resolved(model, settings, message, outputs, reads_data=True)
+    check_files(source, checked_data(settings, class_in_config(source)))
     return source

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from depthgauge._version import __version__
-from depthgauge.checkpoints.source.library import transformers
+from depthgauge.base.format import counted
+from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_files import Source, weight_bytes
-from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint, parameter_count, wrap
 from depthgauge.results.evaluate_record import EvaluateOptions, EvaluateRecord
+from depthgauge.results.labels import objective_label
 from depthgauge.results.record import load_document
 from depthgauge.results.shrink_document import shrink_warnings
 from depthgauge.results.shrink_record import (
@@ -30,10 +31,11 @@ from depthgauge.results.shrink_record import (
 from depthgauge.surgery.candidates import Candidates, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.certify import Certified, Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout
+from depthgauge.surgery.open_model import OpenedModel
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_model import has_written, record_file, sized_output
-from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, checked_gguf, write_documents
+from depthgauge.surgery.write_shrunk import CheckedModel, checked_directory, checked_gguf, type_notes, write_documents
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     PreparedEvaluation,
@@ -44,7 +46,6 @@ from depthgauge.workflows.evaluate_models import (
     prepare_evaluation,
     tasks_after,
 )
-from depthgauge.workflows.shrink_notes import shrink_notes
 from depthgauge.workflows.shrink_stages import (
     PLAN,
     Run,
@@ -86,7 +87,7 @@ def make_plan(run: Run, model: Any, source: Source | None, tokenizer: Any) -> Pl
         sets, amount = found_sets(run, work, count), training_amount(run, checkpoint)
         candidates = candidates_of(run, work, None if amount is None else recovery_of(run, work, amount))
         with run.durations("repair and comparison"):
-            removed, compared, _ = candidates.choose(sets, run.given(checkpoint))
+            removed, compared, _ = candidates.choose(sets, run.named_blocks(checkpoint))
     return plan_of(run, work, removed, compared)
 
 
@@ -127,7 +128,7 @@ def make_models(
             if count not in made:
                 with _fresh_process(checkpoint, opened.stored, place) as process:
                     sets = found_sets(run, work, count)
-                    shrunk = make_model(candidates, sets, opened.stored, run.given(checkpoint), recovery)
+                    shrunk = make_model(candidates, sets, opened.stored, run.named_blocks(checkpoint), recovery)
                     made[count] = finish.finished(shrunk, (), place, overwrite, process)
     return [made[count] for count in counts]
 
@@ -175,16 +176,14 @@ class TaskRuns:
         smaller = wrap(as_dtype(model, dense.model.dtype), SHRUNK)
         with self.run.durations("tasks"):
             self._dense = self._dense or self._answers(dense)
-            found = [self._dense, *self._unrecovered, self._answers(smaller)]
+            compared = [self._dense, *self._unrecovered, self._answers(smaller)]
         notes = calibration_notes(SHRUNK, self.work.windows.record, self.evaluation)
-        notes += fall_warnings(*found[1:]) if len(found) > 2 else []
-        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+        notes += fall_warnings(*compared[1:]) if len(compared) > 2 else []
+        return evaluation_record(self.evaluation, compared, notes, time.perf_counter() - started)
 
     def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
         opened, run = self.work.opened, self.run
-        return measure_model(
-            self.evaluation, checkpoint, opened.tokenizer, checkpoint.name, opened.start, run.progress, run.message
-        )
+        return measure_model(self.evaluation, checkpoint, opened.tokenizer, checkpoint.name, opened.start, run.progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,11 +227,11 @@ class Finish:
         looks = plan_of(run, self.work, shrunk.removed, shrunk.candidates).looks(tested)
         overwrite = overwrite or (out is not None and has_written(run.journal, out))
         with self._checked(shrunk, out, overwrite, process) as checked:
-            found = None if checked is None else checked.found
-            if found is None:
+            losses = None if checked is None else checked.found
+            if losses is None:
                 with run.durations("certification"):
-                    found = certifier.run(shrunk.model)
-            certified = certifier.certified(found, looks, run.limit, tested)
+                    losses = certifier.run(shrunk.model)
+            certified = certifier.certified(losses, looks, run.limit, tested)
             record = self._record(shrunk, certified, measured, checked, out)
             if checked is not None:
                 write_documents(checked, record, self.work.opened.checkpoint, run.journal, overwrite)
@@ -257,7 +256,7 @@ class Finish:
         else:
             with checked_directory(
                 shrunk.model, self.certifier, opened.checkpoint, opened.tokenizer, out,
-                overwrite=overwrite, device_map=run.settings.device_map, durations=run.durations, process=process,
+                overwrite=overwrite, is_spread=run.settings.is_spread, durations=run.durations, process=process,
             ) as made:  # fmt: skip
                 yield made
 
@@ -310,13 +309,7 @@ class Finish:
             evaluation=measured.evaluation,
             plan=plan_of(run, work, shrunk.removed, shrunk.candidates),
             notes=(),
-            versions={
-                "depthgauge": __version__,
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "transformers": str(transformers().__version__),
-                "machine": platform.machine(),
-            },
+            versions=library_versions(machine=platform.machine()),
             seconds=time.perf_counter() - run.started,
             out=None if out is None else str(out),
         )
@@ -329,3 +322,38 @@ class Finish:
         notes += [f"memory: {measured.held}"] if measured.held is not None else []
         notes += [] if checked is None else checked.notes
         return msgspec.structs.replace(record, notes=tuple(notes))
+
+
+# --- What a result of shrink says besides its numbers -----------------------------------------------------------------
+
+
+def shrink_notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
+    """Return what a reader should know about how a model was made and what its numbers are."""
+    checkpoint, notes = opened.checkpoint, [*opened.notes]
+    if isinstance(opened.stored, GgufLayout):
+        notes += type_notes(opened.stored, shrunk.encoded)
+    elif checkpoint.source is not None and checkpoint.source.gguf is not None:
+        notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+    if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
+        kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
+        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
+    if checkpoint.objective not in BY_TARGETS:
+        notes.append(
+            "the model is not a causal language model: the numbers say how far "
+            f"{objective_label(checkpoint.objective).output} from the dense model's, and no perplexity is claimed"
+        )
+        if checkpoint.measured is not checkpoint.model:
+            head = type(checkpoint.model).__name__
+            notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
+    if checkpoint.stream is not None:
+        notes.append(
+            "the weights were streamed: no text was sampled from the model, no weights were trained, and the speed of "
+            "transformers was not measured"
+        )
+    if shrunk.stages and not shrunk.repaired:
+        notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
+    if (looks := record.plan.looks()) > 1 and record.guarantee is not None and not record.guarantee.tested:
+        notes.append(
+            f"{counted(looks, 'size')} may have been measured on these certify windows; the bounds allow for it"
+        )
+    return notes

@@ -13,16 +13,16 @@ from depthgauge.base.journal import Journal
 from depthgauge.base.progress import Durations, Step
 from depthgauge.checkpoints.blocks.block_runner import tokens_of
 from depthgauge.checkpoints.inputs.found_data import TEXT
-from depthgauge.checkpoints.inputs.samples import GivenWindows, as_samples
+from depthgauge.checkpoints.inputs.windows import as_samples
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_files import Source
 from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory, weights_digest
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
-from depthgauge.results.recover_record import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
+from depthgauge.results.recover_record import AUTO, AUTO_TOKENS, REPAIR, Amount, amount_of
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord, ShrinkOptions
-from depthgauge.surgery.calibration import Calibration, given_calibration, prepare_calibration
+from depthgauge.surgery.calibration import Calibration, CutTexts, given_calibration, prepare_calibration
 from depthgauge.surgery.candidates import GIVEN, Candidates, Search
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.open_model import (
@@ -37,7 +37,7 @@ from depthgauge.surgery.student import HEADLESS, Removed, Student, effort_of
 from depthgauge.surgery.verify import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_model import require_room
 from depthgauge.workflows.needed_room import shrink_room
-from depthgauge.workflows.recovery_inputs import recovery_on_text, recovery_on_windows
+from depthgauge.workflows.recover_run import recovery_on_text, recovery_on_windows
 
 PLAN, MEMORY, DIRECTORY, GGUF = "plan", "memory", "directory", "gguf"
 """What a run ends with: a plan, a model in memory, or one that is written and checked."""
@@ -68,7 +68,7 @@ class Run:
         """How much the loss may grow, if this decides how many blocks are removed; a plan has its blocks."""
         return self.settings.max_increase if self.followed is None else None
 
-    def given(self, checkpoint: Checkpoint) -> Removed | None:
+    def named_blocks(self, checkpoint: Checkpoint) -> Removed | None:
         """Return the blocks that a plan or the user names."""
         if self.followed is not None:
             return self.followed.removed
@@ -104,7 +104,8 @@ def begin(run: Run, model: Any, source: Source | None, tokenizer: Any, makes: st
     _describe_in_journal(run, model, opened)
     checkpoint = opened.checkpoint
     is_gguf = isinstance(opened.stored, GgufLayout)
-    sliding = sliding_blocks(checkpoint, run.given(checkpoint) or ()) if is_gguf else []  # llama.cpp crashes without
+    named = run.named_blocks(checkpoint) or ()
+    sliding = sliding_blocks(checkpoint, named) if is_gguf else []  # llama.cpp crashes without
     protected = opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
     with run.durations("calibration windows"):
         windows = _calibrated(run, opened)
@@ -112,15 +113,15 @@ def begin(run: Run, model: Any, source: Source | None, tokenizer: Any, makes: st
     with run.durations("dense model"):
         student = Student(
             checkpoint, windows.fit.inputs, windows.select.inputs, effort=effort_of(settings),
-            repair=not settings.no_repair, journal=run.journal, durations=run.durations, progress=run.progress,
+            repair=settings.repairs, journal=run.journal, durations=run.durations, progress=run.progress,
         )  # fmt: skip
     return Workbench(opened, windows, student, Search(student, protected), llama)
 
 
 def _check_room(run: Run, described: ReadModel, makes: str) -> None:
     """Say what the run needs; raise if the disk has no room for what it writes."""
-    on_disk = described.source is not None
-    device = described.placement.torch_device() if on_disk else described.whole.device
+    model = described.model
+    device = model.whole.device if model.source is None else model.placement.torch_device()
     out = None
     if makes in (DIRECTORY, GGUF) and run.journal.folder is not None:
         out = str(run.journal.folder).removesuffix(".partial")
@@ -146,14 +147,14 @@ def _describe_in_journal(run: Run, model: Any, opened: OpenedModel) -> None:
 
 def _calibrated(run: Run, opened: OpenedModel) -> Calibration:
     """Divide the windows into those to fit, to select and to certify; some are sampled from the model."""
-    if isinstance(opened.read, GivenWindows):
-        tokens = tokens_of(opened.checkpoint, opened.read.inputs)
-        made = given_calibration(opened.read, calibration_sizes(run.settings), tokens)
-    else:
+    if isinstance(opened.read, CutTexts):
         made = prepare_calibration(
             opened.checkpoint, opened.tokenizer, opened.read, opened.start,
             progress=run.progress, message=run.message,
         )  # fmt: skip
+    else:
+        tokens = tokens_of(opened.checkpoint, opened.read.inputs)
+        made = given_calibration(opened.read, calibration_sizes(run.settings), tokens)
     digest = made.record.sha256
     run.journal.describe("digest of the calibration windows", digest)
     if run.followed is not None and run.followed.calibration.sha256 != digest:
@@ -177,26 +178,26 @@ def _source_in_llama(run: Run, opened: OpenedModel, windows: Calibration) -> Lla
 def requested_sizes(run: Run, work: Workbench) -> tuple[int, ...]:
     """Return the numbers of blocks to remove, each of which makes a model."""
     checkpoint = work.opened.checkpoint
-    given, layers = run.given(checkpoint), checkpoint.layers
-    if given is not None:
-        return (len(given),)
-    found, left = requested_counts(run.settings, checkpoint, work.opened.stored), len(work.search.allowed)
-    if found[-1] > left:
-        raise InputError(f"{found[-1]} blocks cannot be removed from {checkpoint.name}: {left} of {layers} may go")
-    return found
+    named, layers = run.named_blocks(checkpoint), checkpoint.layers
+    if named is not None:
+        return (len(named),)
+    counts, left = requested_counts(run.settings, checkpoint, work.opened.stored), len(work.search.allowed)
+    if counts[-1] > left:
+        raise InputError(f"{counts[-1]} blocks cannot be removed from {checkpoint.name}: {left} of {layers} may go")
+    return counts
 
 
 def found_sets(run: Run, work: Workbench, count: int) -> dict[str, Removed]:
     """Search for sets of `count` blocks; with given blocks, return them and what other methods choose."""
-    given = run.given(work.opened.checkpoint)
+    named = run.named_blocks(work.opened.checkpoint)
     with run.durations("search"):
-        if given is None:
+        if named is None:
             work.search.remove_until(count)
             return work.search.sets(count)
-        if reason := work.search.why_not(given):
+        if reason := work.search.why_not(named):
             raise CheckpointError(reason)
         others = {} if run.followed is not None else work.search.peer_sets(count)
-        return {GIVEN: given} | others
+        return {GIVEN: named} | others
 
 
 def training_amount(run: Run, checkpoint: Checkpoint) -> Amount | None:
@@ -205,9 +206,9 @@ def training_amount(run: Run, checkpoint: Checkpoint) -> Amount | None:
     By default it is trained on a GPU, but not to find the largest size within a limit, which makes many models.
     """
     settings = run.settings
-    by_default = AUTO if checkpoint.device.type == "cuda" and run.limit is None else OFF
+    by_default = AUTO if checkpoint.device.type == "cuda" and run.limit is None else REPAIR
     amount = amount_of(settings.recover or by_default)
-    trains = not settings.no_repair and checkpoint.stream is None and settings.device_map is None
+    trains = checkpoint.stream is None and not settings.is_spread
     return amount if trains or settings.recover not in (None, AUTO) else None
 
 

@@ -289,7 +289,7 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
     library.AttentionMaskInterface.register(FAST_NAME, sdpa_mask)
 
 
-def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> FastPlan:
+def layer_plan(call: AttentionCall) -> FastPlan:
     """Return the polynomial heads of a layer for the first sequence of the batch, and the proved bounds on all scores.
 
     The line names the most frequent reason why the other heads are computed exactly.
@@ -303,7 +303,7 @@ def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> FastPlan:
         why = "its mask is neither causal nor empty"
     else:
         q, k, v = (x[0].contiguous() for x in (call.query, call.key, call.value))
-        heads = attention_plan(q, k, v, None, 0.0, causal, tolerance=tolerance, scale=call.scale).heads
+        heads = attention_plan(q, k, v, None, 0.0, causal, tolerance=TOLERANCE, scale=call.scale).heads
         fast = tuple(h for h, head in enumerate(heads) if head.path == "polynomial")
         bounds = tuple(head.bound_after for head in heads)
         reasons = Counter(head.why for head in heads if head.path != "polynomial").most_common(1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.blocks.attention_calls import Session, Watch
 from depthgauge.checkpoints.blocks.model_output import WindowBatches, batch_size, model_output
-from depthgauge.checkpoints.inputs.samples import Inputs, Samples, few_windows, repeated
+from depthgauge.checkpoints.inputs.windows import Inputs, Samples, few_windows, repeated
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of
 
@@ -154,7 +154,7 @@ class Stack:
         spans = self.checkpoint.spans
         streams = [[*(read[layer] for layer in span), made[span[-1]]] for span in spans]
         self._tokens = [stream[0].shape[1] for stream in streams]
-        # In the states of both stacks, a stack has its input before its first block, and its output after its last one.
+        # X_k has the tokens of both stacks: the input of a stack before its first block, its output after its last one.
         return Pass(
             tuple(
                 joined([one[min(max(k - span.start, 0), len(span))] for one, span in zip(streams, spans, strict=True)])
@@ -202,7 +202,7 @@ class Stack:
             out, others = hidden_in(args, kwargs) if state is None else state, self._others.get(layer)
             if others is None:
                 return out
-            return (out, *(one if isinstance(one, Tensor) and len(one) == 1 else None for one in others))
+            return (out, *(value if isinstance(value, Tensor) and len(value) == 1 else None for value in others))
 
         with replaced(self.blocks[layer], forward):
             yield
@@ -246,7 +246,7 @@ def unusual_states(states: Sequence[Tensor], inputs: Inputs) -> str | None:
     if not states:
         return NOT_SEEN
     first = states[0].shape
-    is_usual = len(first) == 3 and len(inputs) == first[0] and all(one.shape == first for one in states)
+    is_usual = len(first) == 3 and len(inputs) == first[0] and all(state.shape == first for state in states)
     if isinstance(inputs, Tensor) and inputs.dim() == 2:  # token ids
         is_usual = is_usual and first[1] == inputs.shape[1]
     return None if is_usual else NOT_BY_WINDOW
@@ -303,19 +303,21 @@ class BlockRunner(Stack):
 
     def _shared_weights(self, states: Sequence[Tensor]) -> frozenset[nn.Parameter]:
         """Return the weights on which tensors depend that a block computes beside its states and other blocks read."""
-        read = {id(one) for args, named in self._calls for one in (*args, *named.values()) if isinstance(one, Tensor)}
-        found: set[nn.Parameter] = set()
+        read = {
+            id(value) for args, named in self._calls for value in (*args, *named.values()) if isinstance(value, Tensor)
+        }
+        shared: set[nn.Parameter] = set()
         for layer, block in enumerate(self.blocks):
             args, named = self._calls[layer]
-            new = read - {id(one) for one in (*args, *named.values())}
-            if made := [place for place, one in enumerate(self._others.get(layer) or (), 1) if id(one) in new]:
+            new = read - {id(value) for value in (*args, *named.values())}
+            if made := [place for place, value in enumerate(self._others.get(layer) or (), 1) if id(value) in new]:
                 weights = [weight for weight in block.parameters() if weight.requires_grad]
                 with torch.enable_grad():
                     out = block(self.part(layer, states[layer]), *args, **named)
                     total = torch.stack([out[place].sum() for place in made]).sum()
                     slopes = torch.autograd.grad(total, weights, allow_unused=True) if total.requires_grad else ()
-                found |= {weight for weight, slope in zip(weights, slopes, strict=False) if slope is not None}
-        return frozenset(found)
+                shared |= {weight for weight, slope in zip(weights, slopes, strict=False) if slope is not None}
+        return frozenset(shared)
 
     @torch.no_grad()
     def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
@@ -324,10 +326,10 @@ class BlockRunner(Stack):
 
     def _embed(self, inputs: Inputs) -> Float[Tensor, "batch n d"]:
         *others, last = self.checkpoint.spans
-        firsts, found = [self.blocks[span.start] for span in self.checkpoint.spans], list[Tensor]()
+        firsts, states = [self.blocks[span.start] for span in self.checkpoint.spans], list[Tensor]()
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(hidden_in(args, kwargs))
+            states.append(hidden_in(args, kwargs))
             if module is self.blocks[last.start]:
                 raise _Reached
 
@@ -338,7 +340,7 @@ class BlockRunner(Stack):
                 hooks.enter_context(block.register_forward_pre_hook(stop, with_kwargs=True))
             hooks.enter_context(suppress(_Reached))
             self._forward(inputs)
-        return joined(found)
+        return joined(states)
 
     def part(self, layer: int, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows _ d"]:
         """Return the tokens of the stack that a layer belongs to."""
@@ -350,10 +352,10 @@ class BlockRunner(Stack):
     def block(
         self, layer: int, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None
     ) -> Float[Tensor, "batch n d"]:
-        """Return B_ℓ(X) for one batch; `inputs` are its windows, by default the example.
+        """Return B_ℓ(X), the states after block ℓ, for one batch; `inputs` are its windows, by default the example.
 
-        In the states of both stacks, B_ℓ changes the tokens of its own stack. A block of the decoder also reads those
-        of the encoder, after its final norm.
+        If X has the tokens of an encoder and of a decoder, only those of the block's own stack change. A block of the
+        decoder also reads those of the encoder, after the final norm of the encoder.
         """
         parts, place = [*self._parts(states)], self._stack_of(layer)
         self.evaluations += len(states)
@@ -363,8 +365,8 @@ class BlockRunner(Stack):
             args, kwargs = self._calls[layer]
             if len(states) > 1:
                 by_window = self._by_window[layer]
-                args = tuple(_for_windows(one, by_window.get(i), len(states)) for i, one in enumerate(args))
-                kwargs = {key: _for_windows(one, by_window.get(key), len(states)) for key, one in kwargs.items()}
+                args = tuple(_for_windows(value, by_window.get(i), len(states)) for i, value in enumerate(args))
+                kwargs = {key: _for_windows(value, by_window.get(key), len(states)) for key, value in kwargs.items()}
         self.session.calls = layer
         parts[place] = hidden_out(self.blocks[layer](parts[place], *args, **kwargs))
         return joined(parts)

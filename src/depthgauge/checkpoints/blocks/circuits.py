@@ -103,11 +103,14 @@ def _largest_entry(A: Float[Tensor, "*heads d k"]) -> Float[Tensor, "*heads"]:
     return largest
 
 
-def largest_from_grams(a: Gram, b: Gram, squarings: int = 10) -> Float[Tensor, "*heads"]:
+_SQUARINGS = 10
+
+
+def largest_from_grams(a: Gram, b: Gram) -> Float[Tensor, "*heads"]:
     """Return ‖AB‖₂ per head from the Gram matrices of the columns of A and of the rows of B.
 
     It needs products of small matrices only, which is fast on a GPU. The eigenvalues of C = (AᵀA)(BBᵀ) are the squares
-    of the singular values of AB. A column of C^(2^s), s: `squarings`, is close to the leading eigenvector v, and its
+    of the singular values of AB. A column of C^(2^s), s: `_SQUARINGS`, is close to the leading eigenvector v, and its
     Rayleigh quotient in the inner product of BBᵀ,
 
         λ = (BBᵀv)ᵀ AᵀA (BBᵀv) / vᵀ BBᵀ v,
@@ -116,7 +119,7 @@ def largest_from_grams(a: Gram, b: Gram, squarings: int = 10) -> Float[Tensor, "
     """
     tiny = torch.finfo(a.matrix.dtype).tiny
     power = a.matrix @ b.matrix
-    for _ in range(squarings):
+    for _ in range(_SQUARINGS):
         power = power / torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True).clamp(min=tiny)
         power = power @ power
     column = torch.linalg.vector_norm(power, dim=-2).argmax(dim=-1)
@@ -291,17 +294,17 @@ TOLERANCE = 0.1
 _LEAST = -300.0
 
 
-def regime(layers: Sequence[Sequence[CircuitSizes]], tolerance: float = TOLERANCE) -> RegimeDistance:
+def regime(layers: Sequence[Sequence[CircuitSizes]]) -> RegimeDistance:
     """Compute the distance of a model from the sizes of every head of every layer.
 
     `printed_*` is the explicit bound of Theorem D.1 with its conditions; `corrected_*` is `corrected_bound`.
     """
     eta = max(head.eta for heads in layers for head in heads)
     heads = max(len(heads) for heads in layers)
-    printed = _orders(lambda scale: _printed_holds(scale * eta, heads, len(layers), tolerance))
-    corrected = _orders(lambda scale: corrected_bound(layers, scale) <= tolerance)
+    printed = _orders(lambda scale: _printed_holds(scale * eta, heads, len(layers)))
+    corrected = _orders(lambda scale: corrected_bound(layers, scale) <= TOLERANCE)
     return RegimeDistance(
-        tolerance=tolerance,
+        tolerance=TOLERANCE,
         eta=eta,
         printed_orders=printed,
         printed_eta=eta * 10**-printed,
@@ -331,14 +334,14 @@ def corrected_bound(layers: Sequence[Sequence[CircuitSizes]], scale: float) -> f
     return error
 
 
-def _printed_holds(eta: float, heads: int, layers: int, tolerance: float) -> bool:
-    """Return whether the conditions of Theorem D.1 hold for ‖X‖max ≤ 1 and its bound is at most the tolerance."""
+def _printed_holds(eta: float, heads: int, layers: int) -> bool:
+    """Return whether the conditions of Theorem D.1 hold for ‖X‖max ≤ 1 and its bound is at most `TOLERANCE`."""
     conditions = (
         eta <= 1.0,
         math.log(2.0 * heads) + log_epsilon(eta, 1.0, heads, layers) < math.log(0.5),
         log_C(eta, 1.0, heads, layers) < math.log(0.5),
     )
-    return all(conditions) and log_final_bound(eta, 1.0, heads, layers) <= math.log(tolerance)
+    return all(conditions) and log_final_bound(eta, 1.0, heads, layers) <= math.log(TOLERANCE)
 
 
 def _orders(holds: Callable[[float], bool]) -> float:

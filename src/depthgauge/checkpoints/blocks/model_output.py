@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthgauge.base.errors import is_out_of_memory
-from depthgauge.checkpoints.inputs.samples import IGNORED, Inputs, Samples, as_samples, shortened
+from depthgauge.checkpoints.inputs.windows import IGNORED, Inputs, Samples, as_samples, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, attempt
 from depthgauge.checkpoints.weights.load import OF_HEAD, Checkpoint
 from depthgauge.checkpoints.weights.stored_weights import free_memory
@@ -232,13 +232,9 @@ _OF_FREE = 16
 """The logits of one batch take at most one part of so many of the free memory: several tensors of their size exist."""
 
 
-def batch_size(model: Any, window: int, loss: bool, free: int | None = None) -> int:
-    """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations.
-
-    `free` is the number of free bytes on the model's device, by default as it is now.
-    """
+def batch_size(model: Any, window: int, loss: bool) -> int:
+    """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
     config = model.config.get_text_config()
     wide = max(config.vocab_size if loss else 1, 8 * config.hidden_size)
-    free = free_memory(model.device) if free is None else free
-    most = min(_LOGIT_BYTES.get(model.device.type, 2**28), free // _OF_FREE)
+    most = min(_LOGIT_BYTES.get(model.device.type, 2**28), free_memory(model.device) // _OF_FREE)
     return max(1, most // (4 * window * int(wide)))

@@ -40,7 +40,7 @@ from depthgauge.checkpoints.blocks.block_runner import (
     unusual_states,
 )
 from depthgauge.checkpoints.blocks.model_output import require_output
-from depthgauge.checkpoints.inputs.samples import Inputs, few_windows, shortened
+from depthgauge.checkpoints.inputs.windows import Inputs, few_windows, shortened
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.weights.families import Family, Sublayer
 from depthgauge.checkpoints.weights.load import Checkpoint, blocks_of, with_stack
@@ -420,7 +420,7 @@ def probe(checkpoint: Checkpoint, inputs: Inputs) -> Probed:
         raise CheckpointError(
             f"{name} cannot be gauged: its attention weights are not observable ({attention}), and its blocks "
             f"cannot be rerun ({found.blocks})"
-            + ("; use --weights-only" if checkpoint.family and checkpoint.family.projections else "")
+            + ("; use --data none" if checkpoint.family and checkpoint.family.projections else "")
         )
     return found
 

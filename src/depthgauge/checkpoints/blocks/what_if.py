@@ -29,7 +29,7 @@ from depthgauge.checkpoints.blocks.attention_calls import attending
 from depthgauge.checkpoints.blocks.block_runner import BlockRunner, Stack, changed, hidden_in
 from depthgauge.checkpoints.blocks.model_output import require_output, window_losses
 from depthgauge.checkpoints.blocks.probe import derived
-from depthgauge.checkpoints.inputs.samples import ENCODED, Inputs, Samples
+from depthgauge.checkpoints.inputs.windows import ENCODED, Inputs, Samples
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.weights.families import Family
 from depthgauge.checkpoints.weights.load import BY_TARGETS, Checkpoint
@@ -67,12 +67,12 @@ def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
         ).last_hidden_state.cpu()
         for row in range(len(sources))
     ]
-    found = Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
+    samples = Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
     try:
-        require_output(checkpoint, found)
+        require_output(checkpoint, samples)
     except CheckpointError:
         return inputs
-    return found
+    return samples
 
 
 class DenseStates:
@@ -164,8 +164,8 @@ class Objective:
                 made.append(window_losses(objective, output, inputs, output if reference is None else reference).cpu())
             return torch.stack(made, dim=1)
 
-        found = runner.batches.map(measure, len(all_dense))
-        return (torch.cat(found) if found else torch.empty(0, len(several))).T
+        losses = runner.batches.map(measure, len(all_dense))
+        return (torch.cat(losses) if losses else torch.empty(0, len(several))).T
 
 
 # --- Single experts ---------------------------------------------------------------------------------------------------
@@ -176,13 +176,13 @@ def expert_weights(mlp: nn.Module) -> list[nn.Parameter]:
 
     They are tensors with three dimensions, and the biases beside them. Those of a convolution are not.
     """
-    found: list[nn.Parameter] = []
+    mixed: list[nn.Parameter] = []
     for module in mlp.modules():
         own = [] if isinstance(module, nn.modules.conv._ConvNd) else list(module.parameters(recurse=False))
         experts = {len(weight) for weight in own if weight.dim() == 3}
-        found += [weight for weight in own if weight.dim() > 1 and len(weight) in experts]
-    is_one_mixture = len({len(weight) for weight in found}) == 1 and not any(weight.is_meta for weight in found)
-    return found if is_one_mixture else []
+        mixed += [weight for weight in own if weight.dim() > 1 and len(weight) in experts]
+    is_one_mixture = len({len(weight) for weight in mixed}) == 1 and not any(weight.is_meta for weight in mixed)
+    return mixed if is_one_mixture else []
 
 
 def expert_layers(blocks: Sequence[nn.Module], families: Sequence[Family | None]) -> list[int]:

@@ -27,7 +27,7 @@ from depthgauge.checkpoints.blocks.attention_calls import AttentionCall, RowBloc
 from depthgauge.checkpoints.blocks.block_runner import Change, Stack, changed, hidden_in, unusual_states
 from depthgauge.checkpoints.blocks.model_output import accuracy, window_losses
 from depthgauge.checkpoints.blocks.what_if import DenseStates
-from depthgauge.checkpoints.inputs.samples import Inputs
+from depthgauge.checkpoints.inputs.windows import Inputs
 from depthgauge.checkpoints.weights.families import Family
 from depthgauge.checkpoints.weights.load import BY_TARGETS
 from depthgauge.theory.measures.quantities import VisibleKeys, residual_sizes, row_measures

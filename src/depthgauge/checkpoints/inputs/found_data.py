@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, missing_extra
+from depthgauge.base.errors import InputError, optional
 from depthgauge.base.format import counted, one_line
 from depthgauge.checkpoints.inputs.text_files import JSONL, TextFile, find_texts, given_paths, parse_line
 from depthgauge.checkpoints.source.library import CheckpointError
 from depthgauge.checkpoints.source.model_class import predicts_label
-from depthgauge.checkpoints.source.model_files import Source, read_json, require_streamable
+from depthgauge.checkpoints.source.model_files import Source, read_json
 from depthgauge.results.gauge_record import ABOUT_TEXT
 
 
@@ -233,8 +233,8 @@ def _in_folder(folders: Sequence[str], others: Sequence[str]) -> FoundData:
     folder = Path(folders[0])
     if len(folders) > 1 or len(others) > 1:
         raise InputError(f"--data {folder} is a folder, beside which one file of labels can be given; leave others out")
-    inside = sorted(one for one in folder.rglob("*") if one.is_file())
-    recordings = tuple(one for one in inside if one.suffix.lower() == ".wav")
+    inside = sorted(path for path in folder.rglob("*") if path.is_file())
+    recordings = tuple(path for path in inside if path.suffix.lower() == ".wav")
     if recordings:
         if others:
             raise InputError(f"{folder} has recordings, whose transcripts are beside them; leave {others[0]} out")
@@ -242,32 +242,28 @@ def _in_folder(folders: Sequence[str], others: Sequence[str]) -> FoundData:
             read_wave(file, str(file), has_sound=False)
         return FoundData(RECORDINGS, (folders[0],), items=recordings, targets=tuple(map(_transcript, recordings)))
     endings = set(pillow().registered_extensions())
-    images = tuple(one for one in inside if one.suffix.lower() in endings)
+    images = tuple(path for path in inside if path.suffix.lower() in endings)
     if not images:
         raise InputError(
             f"{folder} contains no images and no WAV files; give a folder with files such as .jpg or .png, or with "
             "a.wav and its transcript a.txt"
         )
-    found = FoundData(IMAGES, (folders[0], *others), items=images)
+    data = FoundData(IMAGES, (folders[0], *others), items=images)
     if not others:
-        return found
+        return data
     known = dict(_rows(Path(others[0]), IMAGES.fields))
-    names = [one.relative_to(folder).as_posix() for one in images]
+    names = [path.relative_to(folder).as_posix() for path in images]
     if missing := [name for name in names if name not in known]:
         raise InputError(
             f"{others[0]} has no label for {counted(len(missing), 'image')} of {folder}, such as {missing[0]}; add a "
             "line with the file name and the label"
         )
-    return replace(found, targets=tuple(known[name] for name in names))
+    return replace(data, targets=tuple(known[name] for name in names))
 
 
 def pillow() -> Any:
     """Import and return the module of Pillow that reads images."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise missing_extra("reading images", "images") from error
-    return Image
+    return optional("PIL.Image", "reading images", "images")
 
 
 def _transcript(file: Path) -> str:
@@ -334,8 +330,8 @@ def require_fit(
     if needed is None:
         raise CheckpointError(f"{name} is a {architecture}, which reads {main}; give a model of text, images or speech")
     if needed is not (TEXT if kind is LABELLED else kind):
-        found = f"; {data.name} has {kind.shown}" if data.paths else ""
-        raise CheckpointError(f"{name} is a {architecture}, which reads {needed.shown}; {needed.advice}{found}")
+        also = f"; {data.name} has {kind.shown}" if data.paths else ""
+        raise CheckpointError(f"{name} is a {architecture}, which reads {needed.shown}; {needed.advice}{also}")
     if data.labels and not predicts_label(architecture):
         raise InputError(
             f"labels need a model with a classification head for whole inputs, and {name} is a {architecture}; leave "
@@ -353,13 +349,11 @@ def class_in_config(source: Source | None, model: Any = None) -> str:
     return str((named or [""])[0])
 
 
-def check_files(source: Source, options: Any, data: FoundData) -> None:
+def check_files(source: Source, data: FoundData) -> None:
     """Raise if the files of a checkpoint show that the model does not read the inputs that were found.
 
     What they do not show is checked when transformers is imported: see `require_kind`.
     """
-    if options.stream:
-        require_streamable(source, options)
     if source.gguf is None:
         raw = read_json(source.folder / "config.json", source.target)
         named, labels = class_in_config(source), raw.get("label2id")

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from depthgauge.base.errors import InputError, missing_extra
+from depthgauge.base.errors import InputError, optional
 from depthgauge.checkpoints.source.library import short
+from depthgauge.results.gauge_record import NONE
 
 WHOLE_BYTES = 4 * 2**20
 """Texts up to this size are read completely; of a larger text only pieces are read."""
@@ -118,6 +119,8 @@ def input_paths(options: Any) -> dict[str, str | Path | None]:
 
 def given_paths(options: Any) -> tuple[str, ...]:
     """Return what `--data` names, which some commands take once."""
+    if getattr(options, "weights_only", False):
+        return ()
     return (options.text,) if isinstance(options.text, str) else tuple(options.text or ())
 
 
@@ -126,13 +129,13 @@ def split_field(text: str | Path) -> tuple[Path, str | None]:
 
     The path may contain colons, as in `C:/data.jsonl:text`.
     """
-    given = str(text)
-    if not os.path.exists(given):
-        for colon in re.finditer(":", given):
-            path, field = Path(given[: colon.start()]), given[colon.end() :]
+    name = str(text)
+    if not os.path.exists(name):
+        for colon in re.finditer(":", name):
+            path, field = Path(name[: colon.start()]), name[colon.end() :]
             if field and (os.path.isfile(path) or path.suffix.lower() in JSONL):
                 return path, field
-    return Path(given), None
+    return Path(name), None
 
 
 def read_text(
@@ -269,8 +272,13 @@ def default_field(handle: BinaryIO, path: Path) -> str:
     for number, line in enumerate(handle, start=1):
         record = parse_line(line, f"line {number} of {path}")
         if record is not None:
-            return MESSAGES if TEXT not in record and MESSAGES in record else TEXT
+            return usual_field(record)
     return TEXT
+
+
+def usual_field(record: dict[str, Any]) -> str:
+    """Return the field of an object that holds its document."""
+    return MESSAGES if TEXT not in record and MESSAGES in record else TEXT
 
 
 def lines_between(handle: BinaryIO, first: int, last: int) -> Iterator[tuple[int, bytes]]:
@@ -351,30 +359,26 @@ class HubData:
         return f"{self.repo}@{self.revision}" + (f":{self.field}" if self.field else "")
 
 
-NO_GENERAL = "none"
-"""What is given for the general text in order to train on the user's texts alone."""
-
-
-def find_general(given: str | None) -> TextFile | HubData | None:
-    """Return what `--general` names; None for the teacher's own continuations, and for `NO_GENERAL`.
+def find_general(name: str | None) -> TextFile | HubData | None:
+    """Return what `--general` names; None for the teacher's own continuations, and for `none`, the user's texts alone.
 
     What exists here is a file.
 
     Raises:
         InputError: the file cannot be read, or the data set is named without a revision.
     """
-    if given is None or given == NO_GENERAL:
+    if name is None or name == NONE:
         return None
-    found = _NAME.fullmatch(given)
-    if found is None or os.path.exists(split_field(given)[0]):
-        return find_text(given)
-    if found["revision"] is None:
+    parts = _NAME.fullmatch(name)
+    if parts is None or os.path.exists(split_field(name)[0]):
+        return find_text(name)
+    if parts["revision"] is None:
         raise InputError(
-            f"{given} is no file here, and a data set on the hub needs a revision, because it may change and the "
-            f"result must be reproducible: give {found['name']}@COMMIT, with a commit of "
-            f"https://huggingface.co/datasets/{found['name']}/commits/main"
+            f"{name} is no file here, and a data set on the hub needs a revision, because it may change and the "
+            f"result must be reproducible: give {parts['name']}@COMMIT, with a commit of "
+            f"https://huggingface.co/datasets/{parts['name']}/commits/main"
         )
-    return HubData(found["name"], found["revision"], found["field"])
+    return HubData(parts["name"], parts["revision"], parts["field"])
 
 
 def hub_documents(data: HubData, render: Callable[[list[Any]], str]) -> Generator[str, None, None]:
@@ -386,15 +390,11 @@ def hub_documents(data: HubData, render: Callable[[list[Any]], str]) -> Generato
         InputError: the data set cannot be read, or has no such field.
     """
     for number, record in enumerate(_records(data), start=1):
-        field = data.field or (MESSAGES if TEXT not in record and MESSAGES in record else TEXT)
-        yield document_of(record, field, f"document {number} of {data.name}", render)
+        yield document_of(record, data.field or usual_field(record), f"document {number} of {data.name}", render)
 
 
 def _records(data: HubData) -> Iterator[dict[str, Any]]:
-    try:
-        library: Any = import_module("datasets")
-    except ImportError as error:
-        raise missing_extra("a data set on the hub", "train") from error
+    library = optional("datasets", "a data set on the hub", "train")
     try:
         with quiet_datasets(), offline_if_unreachable():
             yield from library.load_dataset(data.repo, revision=data.revision, split="train", streaming=True)

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from depthgauge.base.errors import missing_extra
+from depthgauge.base.errors import optional
 from depthgauge.base.progress import no_message
 from depthgauge.checkpoints.source.library import CheckpointError, short
 from depthgauge.checkpoints.source.model_files import (
@@ -70,10 +71,10 @@ def parse_hub_name(target: object) -> HubName | None:
 
 def _spelled(target: object) -> HubName | None:
     """Return a target as a name if it is spelled like one, whether or not there is a file or directory of this name."""
-    found = _NAME.fullmatch(target) if isinstance(target, str) else None
-    if found is None:
+    parts = _NAME.fullmatch(target) if isinstance(target, str) else None
+    if parts is None:
         return None
-    repo, file, revision = found["model"] or found["repo"], found["file"], found["revision"]
+    repo, file, revision = parts["model"] or parts["repo"], parts["file"], parts["revision"]
     if len(repo) > _LONGEST or PurePosixPath(repo).suffix.lower() in _FILES:
         return None
     if revision is not None and revision.lower().endswith(".gguf"):
@@ -130,7 +131,7 @@ def _download(
     """Return the directory or GGUF file in the cache, and what it is on the hub."""
     library = _library()
     try:
-        found = library.HfApi().model_info(name.repo, revision=name.revision)
+        info = library.HfApi().model_info(name.repo, revision=name.revision)
     except Exception as error:  # the errors of huggingface_hub and those of its HTTP library
         folder = _cached(library, name, [name.file or "config.json"])
         if folder is None:
@@ -139,11 +140,11 @@ def _download(
             reason = f"{library.constants.ENDPOINT} cannot be asked about {name}: {short(error)}"
             message(f"{reason}; using the commit {folder.name} in the cache")
     else:
-        listed = {one.rfilename for one in found.siblings or ()}
+        listed = {one.rfilename for one in info.siblings or ()}
         try:
-            wanted = list(_wanted(library, name, found.sha, listed, allow_pickle, weights))
+            wanted = list(_wanted(library, name, info.sha, listed, allow_pickle, weights))
             folder = _cached(library, name, wanted)
-            if folder is None or folder.name != found.sha:
+            if folder is None or folder.name != info.sha:
                 patterns = [glob.escape(one) for one in wanted]
                 folder = Path(library.snapshot_download(name.repo, revision=name.revision, allow_patterns=patterns))
         except CheckpointError:
@@ -155,12 +156,9 @@ def _download(
 
 
 def _library() -> Any:
-    try:
-        import huggingface_hub
-        from huggingface_hub import constants, errors  # noqa: F401  # lazy modules
-    except ImportError as error:
-        raise missing_extra("a model on the hub", "models") from error
-    return huggingface_hub
+    for lazy in ("constants", "errors"):
+        optional(f"huggingface_hub.{lazy}", "a model on the hub", "models")
+    return import_module("huggingface_hub")
 
 
 def _cached(library: Any, name: HubName, files: Collection[str]) -> Path | None:

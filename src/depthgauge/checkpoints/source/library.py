@@ -1,5 +1,6 @@
 """Access to the optional transformers library: a lazy import, an error that names the extra, silenced output."""
 
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from importlib import import_module
 from logging import getLogger
 from typing import Any
 
-from depthgauge.base.errors import InputError, is_out_of_memory, missing_extra
+from depthgauge._version import __version__
+from depthgauge.base.errors import InputError, is_out_of_memory, optional
 from depthgauge.base.format import one_line
 
 
@@ -19,13 +21,14 @@ class CheckpointError(InputError):
 
 def transformers() -> Any:
     """Import and return transformers; if it is missing, raise an error that names the extra to install."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import transformers as library
-    except ImportError as error:
-        raise missing_extra("a checkpoint", "models") from error
-    return library
+    return optional("transformers", "a checkpoint", "models")
+
+
+def library_versions(**others: str) -> dict[str, str]:
+    """Return the versions that a result depends on: of depthgauge, Python, torch and transformers, and `others`."""
+    libraries = {"torch": import_module("torch"), "transformers": transformers()}
+    versions = {name: str(library.__version__) for name, library in libraries.items()}
+    return {"depthgauge": __version__, "python": platform.python_version(), **versions, **others}
 
 
 @contextmanager
@@ -73,7 +76,7 @@ def attempt(name: str, what: str, load: Callable[[], Any], verb: str = "load") -
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
         if is_out_of_memory(error):
             raise CheckpointError(
-                f"{name} does not fit into memory; use --stream, --dtype bfloat16, --device-map auto or a larger "
+                f"{name} does not fit into memory; use --device stream, --dtype bfloat16, --device spread or a larger "
                 "machine"
             ) from error
         cause = short(error)

@@ -135,19 +135,19 @@ def _named_loader(config: Any) -> tuple[Any, str]:
     auto_class = library.AutoModelForCausalLM if is_causal else library.AutoModel
     if not named or own_code:
         return auto_class, "loss" if is_causal else "states"
-    found = getattr(library, named, None)
-    if found is None:
+    model_class = getattr(library, named, None)
+    if model_class is None:
         raise CheckpointError(
             f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
             "that does"
         )
     parts = (config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ())))
-    if not any(isinstance(part, getattr(found, "config_class", None) or object) for part in parts):
+    if not any(isinstance(part, getattr(model_class, "config_class", None) or object) for part in parts):
         raise CheckpointError(
             f"the config.json of the checkpoint contradicts itself: the model_type is {config.model_type!r}, and "
             f"architectures names a {named}; correct it"
         )
-    return auto_class if is_causal else found, objective_of(named)
+    return auto_class if is_causal else model_class, objective_of(named)
 
 
 def context_length(config: Any) -> int | None:

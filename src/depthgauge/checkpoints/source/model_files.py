@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from depthgauge.base.errors import missing_extra
+from depthgauge.base.errors import missing_extra, optional
 from depthgauge.base.format import counted
 from depthgauge.checkpoints.source.library import CheckpointError, attempt, short
 from depthgauge.results.gauge_record import HubModel
@@ -138,10 +138,7 @@ def _needed(cursor: _Cursor, name: str) -> int:
 
 def _type_sizes() -> dict[int, tuple[int, int]]:
     """Return entries and bytes per block by the number of a tensor type."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise missing_extra("a GGUF file", "models") from error
+    gguf = optional("gguf", "a GGUF file", "models")
     return {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
 
 
@@ -160,21 +157,21 @@ DEQUANTIZED = ("fp8", "mxfp4")
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file of the checkpoint called `name`."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
         raise CheckpointError(f"cannot read {path.name} of {name}: {short(error)}; download it again") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
+    if not isinstance(document, dict):
+        kind = type(document).__name__
         raise CheckpointError(f"{path.name} of {name} must be a JSON object, got a {kind}; download it again")
-    return found
+    return document
 
 
 def quantization_method(raw: Mapping[str, Any]) -> str | None:
     """Return the name of the method with which the weights of a configuration are quantized; None if they are not."""
-    found = raw.get("quantization_config") or raw.get("compression_config")
-    if not found:
+    section = raw.get("quantization_config") or raw.get("compression_config")
+    if not section:
         return None
-    return str(found.get("quant_method", "an unnamed method")) if isinstance(found, dict) else "an unnamed method"
+    return str(section.get("quant_method", "an unnamed method")) if isinstance(section, dict) else "an unnamed method"
 
 
 def check_config(path: Path, name: str, trust_remote_code: bool) -> None:
@@ -385,7 +382,7 @@ def require_streamable(source: Source, options: Any, config: Any = None) -> None
             "its dtype is the stored one; leave --dtype out",
         ),
         (source.pickled, "its weights are pickled; save them as safetensors first"),
-        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
+        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device spread"),
     ):
         if given:
             raise CheckpointError(f"{source.target} cannot be streamed: {reason}")
@@ -425,11 +422,11 @@ def piece_names(name: str) -> list[str]:
     >>> piece_names("m-00002-of-00002.gguf")
     ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
     """
-    found = _PIECE.fullmatch(name)
-    if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
+    parts = _PIECE.fullmatch(name)
+    if parts is None or not 1 <= int(parts["number"]) <= int(parts["count"]):
         return [name]
-    count = found["count"]
-    return [f"{found['stem']}-{number:05}-of-{count}{found['end']}" for number in range(1, int(count) + 1)]
+    count = parts["count"]
+    return [f"{parts['stem']}-{number:05}-of-{count}{parts['end']}" for number in range(1, int(count) + 1)]
 
 
 def _joined(readers: list[Any], name: str) -> Any:
@@ -486,10 +483,10 @@ def shard_names(index: Path, name: str) -> list[str]:
 
 def _weight_map(index: Path, name: str) -> dict[str, str]:
     """Return the file of every tensor by the index of the weights of the model called `name`."""
-    found = read_json(index, name).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+    files = read_json(index, name).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index.name} of {name} has no weight_map with the files of weights; download it again")
-    return found
+    return files
 
 
 def check_safetensors(source: Source) -> None:
@@ -536,8 +533,8 @@ def gguf_metadata(source: Source | None) -> dict[str, Any]:
 def gguf_sliding_blocks(source: Source) -> list[bool] | None:
     """Return which blocks of a GGUF file have a sliding window, if its metadata lists them."""
     fields = attempt(source.target, "metadata", lambda: source.reader).fields
-    found = next((field for key, field in fields.items() if key.endswith(".attention.sliding_window_pattern")), None)
-    listed = None if found is None else found.contents()
+    pattern = next((field for key, field in fields.items() if key.endswith(".attention.sliding_window_pattern")), None)
+    listed = None if pattern is None else pattern.contents()
     return list(map(bool, listed)) if isinstance(listed, list) else None
 
 

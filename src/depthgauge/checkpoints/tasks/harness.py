@@ -6,7 +6,6 @@ the one that our loader made, and items start with the special tokens of `start_
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from depthgauge.base.format import duration, one_line
+from depthgauge.base.format import one_line
 from depthgauge.base.progress import Step
 from depthgauge.checkpoints.blocks.model_output import batch_size
 from depthgauge.checkpoints.inputs.text_files import offline_if_unreachable, quiet_datasets
@@ -119,18 +118,17 @@ def answer_tasks(
     tasks: dict[str, Any],
     limit: int,
     progress: Step,
-    message: Callable[[str], None],
 ) -> dict[str, ItemAnswers]:
     """Let a model answer the first `limit` items of each task, all items if it is 0.
 
-    The items, prompts and examples are the same for every model. `message` is called with the expected duration.
+    The items, prompts and examples are the same for every model.
     """
     with _quiet_harness():
         from lm_eval.evaluator import evaluate
 
         for task in tasks.values():
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-        model = _harness_model(checkpoint, tokenizer, start, progress, message)
+        model = _harness_model(checkpoint, tokenizer, start, progress)
         done = evaluate(lm=model, task_dict={"tasks": tasks}, limit=limit or None, bootstrap_iters=0, log_samples=True)
     return {name: _answers(task, done["samples"][name]) for name, task in tasks.items()}
 
@@ -150,9 +148,7 @@ def _answers(task: Any, samples: Sequence[dict[str, Any]]) -> ItemAnswers:
     return ItemAnswers(right, len(task.eval_docs), int(task.config.num_fewshot or 0), digest)
 
 
-def _harness_model(
-    checkpoint: Checkpoint, tokenizer: Any, start: Start, progress: Step, message: Callable[[str], None]
-) -> Any:
+def _harness_model(checkpoint: Checkpoint, tokenizer: Any, start: Start, progress: Step) -> Any:
     """Return a loaded model as lm-eval calls it."""
     from lm_eval.models.huggingface import HFLM
 
@@ -173,17 +169,13 @@ def _harness_model(
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: Any = None) -> Any:
             encoded = [[*context, *continuation] for _, context, continuation in requests]
             require_rows(checkpoint, [torch.tensor(ids) for ids in encoded])
-            self.done, self.total, self.tokens = 0, len(requests), sum(map(len, encoded))
+            self.done, self.total = 0, len(requests)
             longest = min(max(map(len, encoded)), context_length(checkpoint.config) or 2**31)
             self.batch_size_per_gpu = min(_MOST_BATCH, batch_size(checkpoint.model, longest, loss=True))
             return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
         def _model_call(self, inps: Any, *args: Any, **keywords: Any) -> Any:
-            started = time.perf_counter()
             output = super()._model_call(inps, *args, **keywords)
-            if self.done == 0:
-                left = (time.perf_counter() - started) * self.tokens / inps.numel()
-                message(f"about {duration(left)} for {checkpoint.name}: {self.total:,} answers, {self.tokens:,} tokens")
             self.done = min(self.total, self.done + len(inps))
             progress(self.done, self.total, f"answers of {checkpoint.name}")
             return output

@@ -5,14 +5,12 @@ It needs no download. Its items are built from the built-in text or from the use
 """
 
 import random
-import warnings
 from bisect import bisect_left
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from depthgauge.base.errors import InputError, missing_extra, unknown_name
+from depthgauge.base.errors import InputError, optional, unknown_name
 from depthgauge.checkpoints.inputs.text_files import find_text, read_text
 from depthgauge.results.evaluate_record import CLOZE
 
@@ -25,12 +23,7 @@ class TaskError(InputError):
 
 def lm_eval() -> Any:
     """Import and return lm_eval; if it is missing, raise an error that names the extra to install."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return import_module("lm_eval")
-    except ImportError as error:
-        raise missing_extra("evaluate --tasks", "eval") from error
+    return optional("lm_eval", "evaluate --tasks", "eval")
 
 
 def task_folders(name: str) -> list[Path]:
@@ -104,15 +97,15 @@ class ClozeText:
     items: tuple[ClozeItem, ...]
 
 
-def cloze_items(text: str | Path | None = None, seed: int = 0) -> ClozeText:
+def cloze_items(text: str | Path | None = None) -> ClozeText:
     """Build the items of a text: a path, `path:field` for a JSONL file, or None for the built-in text.
 
     The text is cut into pieces of `PIECE` words. Every piece but the first ones is the true continuation of the words
     before it. The wrong ones are other pieces of similar length.
     """
     found = find_text(text)
-    content = read_text(found, _no_chat, wanted=MOST_ITEMS, length=CONTEXT + PIECE, seed=seed)
-    draw = random.Random(seed)
+    content = read_text(found, _no_chat, wanted=MOST_ITEMS, length=CONTEXT + PIECE, seed=0)
+    draw = random.Random(0)
     passages = [_pieces(part) for part in content.pieces]
     places = [(p, k) for p, pieces in enumerate(passages) for k in range(_APART, len(pieces))]
     every = [(p, k) for p, pieces in enumerate(passages) for k in range(len(pieces))]

@@ -4,7 +4,6 @@
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
-from depthgauge.base.format import counted, duration, number
+from depthgauge.base.format import number
 from depthgauge.base.progress import Step, silent
 from depthgauge.checkpoints.blocks.model_output import (
     WindowBatches,
@@ -77,11 +76,11 @@ class Start:
         return Start(before, self.after, bos, reason)
 
 
-def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
+def plan_start(choice: str | None, source: Source | None, tokenizer: Any) -> Start:
     """Decide about the BOS token as far as possible without the weights.
 
-    `choice` is `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says. If neither adds the token, the
-    decision is left to `measure_start`. `source` is None for a model in memory.
+    `choice` is `yes`, `no`, or `auto`, the same as None: what the tokenizer or the GGUF metadata says. If neither adds
+    the token, the decision is left to `measure_start`. `source` is None for a model in memory.
     """
     before, after = special_tokens(tokenizer)
     start = Start(tuple(before), tuple(after), None, "the model has no BOS token")
@@ -176,17 +175,17 @@ def require_readable(
     uniform = math.log(vocabulary)
     if bits <= MOST_BITS and loss <= MOST_OF_UNIFORM * uniform:
         return
-    found = (
+    problem = (
         f"{checkpoint.name} cannot read its text: it needs {number(bits)} bits per byte and {number(loss)} nats per "
         f"token, expected at most {MOST_BITS:g} bits per byte and {number(MOST_OF_UNIFORM * uniform)} nats per token "
         f"({100 * MOST_OF_UNIFORM:g} % of the loss of a uniform guess among its {vocabulary:,} tokens)"
     )
     if not force:
         raise UnreadableTextError(
-            f"{found}; the likely cause is a tokenizer that does not belong to the model: give the right one with "
+            f"{problem}; the likely cause is a tokenizer that does not belong to the model: give the right one with "
             "--tokenizer DIR, or use --allow unread to go on, for example with an untrained model"
         )
-    message(f"{found}; continuing because of --allow unread")
+    message(f"{problem}; continuing because of --allow unread")
 
 
 def started_windows(
@@ -257,7 +256,7 @@ class WindowLosses(ArrayRecord):
         """Return the perplexity, and the increase of the loss over that of the first model on the same windows."""
         count, n = self.windows.ids.shape
         predicted, own = count * (n - 1), mean_interval(self.losses)
-        found = PerplexityRecord(
+        perplexity = PerplexityRecord(
             loss=own.loss,
             perplexity=finite(math.exp(min(own.loss, 700.0))),
             bits_per_byte=own.loss * predicted / math.log(2) / max(1, self.size),
@@ -267,10 +266,10 @@ class WindowLosses(ArrayRecord):
             high=own.high,
         )
         if first is None or not torch.equal(first.windows.ids, self.windows.ids):
-            return found
+            return perplexity
         pairs = zip(self.losses, first.losses, strict=True)
         more = mean_interval([ours - theirs for ours, theirs in pairs])
-        return msgspec.structs.replace(found, increase=more.loss, increase_low=more.low, increase_high=more.high)
+        return msgspec.structs.replace(perplexity, increase=more.loss, increase_low=more.low, increase_high=more.high)
 
 
 def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any, start: Start) -> Windows:
@@ -278,31 +277,25 @@ def text_windows(tokenizer: Any, text: TextFile, window: int | None, config: Any
     context = context_length(config)
     n = min(WINDOW, context or WINDOW) if window is None else window
     length = body_length(n, context or n, len(start.before))
-    found = tokenize_text(tokenizer, text, wanted=1, length=length, seed=0, whole=True)
-    bodies = found.bodies(length)
+    tokenized = tokenize_text(tokenizer, text, wanted=1, length=length, seed=0, whole=True)
+    bodies = tokenized.bodies(length)
     if not len(bodies):
-        raise too_short(found, length, n - length)
-    unread = found.tokens - bodies.numel()
-    return Windows(surround(bodies, start.before, ()), found.source, found.digest, unread)
+        raise too_short(tokenized, length, n - length)
+    unread = tokenized.tokens - bodies.numel()
+    return Windows(surround(bodies, start.before, ()), tokenized.source, tokenized.digest, unread=unread)
 
 
 @torch.no_grad()
-def window_losses(
-    checkpoint: Checkpoint, tokenizer: Any, windows: Windows, progress: Step, message: Callable[[str], None]
-) -> WindowLosses:
+def perplexity_losses(checkpoint: Checkpoint, tokenizer: Any, windows: Windows, progress: Step) -> WindowLosses:
     """Measure the mean loss of every window, in nats per predicted token."""
     ids = windows.ids
     require_rows(checkpoint, [ids])
-    batches, started = WindowBatches(batch_size(checkpoint.model, ids.shape[1], loss=True)), time.perf_counter()
+    batches = WindowBatches(batch_size(checkpoint.model, ids.shape[1], loss=True))
 
     def measure(these: slice) -> Tensor:
         progress(these.start, len(ids), f"windows of {windows.source}")
         part = ids[these]
-        losses = token_losses(model_output(checkpoint, part), part).double().mean(dim=1)
-        if these.start == 0:
-            left = (time.perf_counter() - started) * len(ids) / len(part)
-            message(f"about {duration(left)} for {checkpoint.name} on {windows.source}: {counted(len(ids), 'window')}")
-        return losses.cpu()
+        return token_losses(model_output(checkpoint, part), part).double().mean(dim=1).cpu()
 
     found = torch.cat(batches.map(measure, len(ids)))
     return WindowLosses(windows, tuple(found.tolist()), _predicted_bytes(tokenizer, ids))
@@ -471,12 +464,12 @@ def draw(
 
 def _ids(checkpoint: Checkpoint, name: str) -> set[int]:
     """Return the token ids under one name in the configuration and the generation configuration."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for config in (checkpoint.config, getattr(checkpoint.model, "generation_config", None)):
         value = getattr(config, name, None)
         if value is not None:
-            found |= set(value) if isinstance(value, Iterable) else {int(value)}
-    return found
+            ids |= set(value) if isinstance(value, Iterable) else {int(value)}
+    return ids
 
 
 def _ordinary(checkpoint: Checkpoint, vocabulary: int) -> list[int]:

@@ -18,7 +18,7 @@ the padding index, which RoBERTa models never use, and `family_of` reads GPT-Neo
 
 `FAMILIES` is the only place that names modules of particular architectures. An entry adds what is not derived: the
 projections of queries, keys and values, and the gain of the norm before them. The sizes of the weights
-(`--weights-only`) need it. An entry can also declare sublayers where their derivation fails, and `Monitor` uses it for
+(`--data none`) need it. An entry can also declare sublayers where their derivation fails, and `Monitor` uses it for
 models that are sharded.
 
 To add a family:

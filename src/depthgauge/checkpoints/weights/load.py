@@ -8,7 +8,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,18 +18,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from depthgauge.base.errors import InputError
 from depthgauge.base.format import counted, size_text
 from depthgauge.base.progress import no_message
-from depthgauge.checkpoints.inputs.found_data import (
-    IMAGES,
-    RECORDINGS,
-    TEXT,
-    FoundData,
-    InputKind,
-    require_fit,
-    require_processor,
-)
+from depthgauge.checkpoints.inputs.found_data import RECORDINGS, TEXT, FoundData, require_fit
 from depthgauge.checkpoints.source.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source.model_class import context_length, loader_of, objective_of, pooling_modes
 from depthgauge.checkpoints.source.model_files import (
@@ -51,7 +42,7 @@ from depthgauge.checkpoints.weights.stored_weights import (
     tensor_count,
     unpack_gguf,
 )
-from depthgauge.results.gauge_record import BOTH, STACKS, CheckpointDescription, allows
+from depthgauge.results.gauge_record import BOTH, CheckpointDescription, ModelOptions, allows
 
 OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""
@@ -71,7 +62,7 @@ _COMPUTED = ("inv_freq", "position_ids")
 class Placement:
     """How to load a checkpoint.
 
-    The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
+    The dtype `auto` means float32 on a CPU, where half precision is slow, and
     the stored dtype on a GPU, or where weights are streamed. `device_map` replaces `device`.
     """
 
@@ -82,10 +73,13 @@ class Placement:
     allow: str | None = None
 
     @classmethod
-    def of(cls, options: Any) -> "Placement":
-        """Return the placement that the options of a command ask for; some commands lack some of them."""
-        given = {field.name: getattr(options, field.name, None) for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+    def of(cls, options: ModelOptions) -> "Placement":
+        """Return the placement that the options of a command ask for."""
+        device = None if options.is_streamed or options.is_spread else options.device
+        if options.is_streamed and options.device is not None:
+            device = options.device.partition(":")[2] or None
+        dtype = "auto" if options.gguf_type else options.dtype or "auto"
+        return cls(dtype, device, "auto" if options.is_spread else None, options.is_streamed, options.allow)
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
@@ -185,8 +179,8 @@ class Checkpoint:
         """The parts of the model that contain the blocks, by name: the model, or one or both of its stacks."""
         if self.stack is None:
             return {"model": self.model}
-        found = {"encoder": self.model.get_encoder(), "decoder": self.model.get_decoder()}
-        return found if self.stack == "both" else {self.stack: found[self.stack]}
+        stacks = {"encoder": self.model.get_encoder(), "decoder": self.model.get_decoder()}
+        return stacks if self.stack == "both" else {self.stack: stacks[self.stack]}
 
     @property
     def heads(self) -> int:
@@ -292,21 +286,16 @@ def require_kind(kind: Any, config: Any, name: str, data: FoundData) -> None:
     require_fit(data, name, kind.__name__, main, has_two, getattr(config, "vision_config", None) is not None)
 
 
-def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
-    """Load the tokenizer of a checkpoint, or the one that replaces it; refuse a `given` tokenizer in memory."""
-    if given is not None:
-        raise InputError(
-            f"{source.target} is on disk, and its tokenizer must be a directory, got {type(given).__name__}; save the "
-            "tokenizer and give its directory"
-        )
+def load_tokenizer(source: Source, placement: Placement) -> Any:
+    """Load the tokenizer of a checkpoint, or the one that replaces it."""
     library, folder = transformers(), source.tokenizer_folder
     if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
             f"{folder} contains no tokenizer, expected one of {', '.join(TOKENIZER_FILES[:3])}; download it with the "
             "model, or give its directory with --tokenizer"
         )
-    found = source if folder is None else Source(folder)
-    return _from_pretrained(library.AutoTokenizer, "tokenizer", found, placement)
+    files = source if folder is None else Source(folder)
+    return _from_pretrained(library.AutoTokenizer, "tokenizer", files, placement)
 
 
 def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement, **keywords: Any) -> Any:
@@ -347,9 +336,9 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
                 wanted = wanted if isinstance(wanted, torch.dtype) else torch.float32
                 files = unpack_gguf(source, skeleton, Path(folder.name), wanted)
                 keywords |= {"dtype": wanted, "use_safetensors": True}
-        model, found = _from_pretrained(chosen, "weights", files, placement, **keywords)
+        model, loaded = _from_pretrained(chosen, "weights", files, placement, **keywords)
         source.close()
-        _refuse_misfits(source, config, model, found, allows(placement, "unused"))
+        _refuse_misfits(source, config, model, loaded, allows(placement, "unused"))
         at_failure.pop_all()
     stream = None if folder is None else Stream.of_offloaded(model, layers, device, folder.cleanup)
     refuse_infinite(model, source.target)
@@ -395,22 +384,22 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
     return placement
 
 
-def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:
+def _refuse_misfits(source: Source, config: Any, model: Any, loaded: Mapping[str, Any], ignore_unused: bool) -> None:
     """Raise if a weight has another shape than its module, a module has no weights, or no module takes a weight."""
-    for weight, stored, expected in sorted(found["mismatched_keys"]):
+    for weight, stored, expected in sorted(loaded["mismatched_keys"]):
         raise CheckpointError(
             f"{source.target} contradicts its config.json: the weight {weight} has the shape {list(stored)}, and the "
             f"configuration asks for {list(expected)}; download it again"
         )
     # transformers gives a bare encoder a pooler, whose output is not measured.
     bare = model.base_model is model
-    missing = sorted(name for name in found["missing_keys"] if not (bare and "pooler" in name))
+    missing = sorted(name for name in loaded["missing_keys"] if not (bare and "pooler" in name))
     if missing:
         raise CheckpointError(
             f"{source.target} lacks {counted(len(missing), 'weight')} of a {type(model).__name__}, such as "
             f"{missing[0]}; download it again, or correct its config.json"
         )
-    unused = sorted(name for name in found["unexpected_keys"] if name.rpartition(".")[2] not in _COMPUTED)
+    unused = sorted(name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] not in _COMPUTED)
     if unused and not ignore_unused:
         layers = config.get_text_config().num_hidden_layers
         raise CheckpointError(
@@ -447,7 +436,7 @@ def check_memory(source: Source, placement: Placement, skeleton: Any = None) -> 
         smaller = "--dtype bfloat16, " if needed > 2 * HEADROOM * parameters else ""
         raise CheckpointError(
             f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
-            f"are free on {device}; use {smaller}--device-map auto or a larger machine"
+            f"are free on {device}; use {smaller}--device spread or a larger machine"
         )
 
 
@@ -480,8 +469,8 @@ def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
         except CheckpointError:  # transformers compares the numbers of layers with other settings
             continue
         trial = replace(checkpoint, model=built)
-        found = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
-        if found == lengths | {stack: lengths[stack] + 1}:
+        changed = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
+        if changed == lengths | {stack: lengths[stack] + 1}:
             families = (None,) * lengths[stack]
             return replace(checkpoint, stack=stack, layer_keys=(key,), families=families)
     raise CheckpointError(
@@ -498,60 +487,10 @@ def _stack_length(checkpoint: Checkpoint) -> int:
 
 def blocks_of(checkpoint: Checkpoint) -> list[nn.Module]:
     """Return the blocks of all stacks of a checkpoint, or an empty list if those of one are not found."""
-    found = [
+    by_stack = [
         find_blocks(root, len(span)) for root, span in zip(checkpoint.roots.values(), checkpoint.spans, strict=True)
     ]
-    return [block for blocks in found for block in blocks] if all(found) else []
-
-
-@dataclass(frozen=True)
-class SpeechReader:
-    """What a model of speech is read through; the processors of transformers have the same attributes."""
-
-    feature_extractor: Any
-    tokenizer: Any
-
-
-def load_reader(source: Source | None, placement: Placement, kind: InputKind, given: Any, hint: str = "") -> Any:
-    """Return the tokenizer or the processor: that of a checkpoint, or the one that is `given` with a model in memory.
-
-    `hint` is what else to do where none is given.
-    """
-    what = {IMAGES: "image processor", RECORDINGS: "processor"}.get(kind, "tokenizer")
-    if source is None:
-        if given is None:
-            raise InputError(f"a model in memory needs its {what}; give tokenizer=…{hint}")
-        if kind is RECORDINGS and not (hasattr(given, "feature_extractor") and hasattr(given, "tokenizer")):
-            raise InputError(
-                f"tokenizer must be the processor of the model, with a feature extractor and a tokenizer, got "
-                f"{type(given).__name__}; give a WhisperProcessor"
-            )
-        return given
-    require_processor(source, kind)
-    if kind is IMAGES:
-        if given is not None:
-            raise InputError(f"{source.target} is on disk and has its own image processor; leave tokenizer=… out")
-        return _processor(source, placement, kind, transformers().AutoImageProcessor)
-    tokenizer = load_tokenizer(source, placement, given)
-    if kind is not RECORDINGS:
-        return tokenizer
-    return SpeechReader(_processor(source, placement, kind, transformers().AutoFeatureExtractor), tokenizer)
-
-
-def _processor(source: Source, placement: Placement, kind: InputKind, loader: Any) -> Any:
-    code = allows(placement, "code")
-    return attempt(
-        source.target,
-        kind.processor[0],
-        lambda: loader.from_pretrained(source.folder, trust_remote_code=code, local_files_only=True),
-    )
-
-
-def prepared(checkpoint: Checkpoint, data: FoundData, stack: str | None) -> Checkpoint:
-    """Return the checkpoint with what is measured on these inputs: in one stack, or the loss of the labels."""
-    if data.kind.two_stacks:
-        return with_stack(checkpoint, stack or STACKS[0])
-    return replace(checkpoint, objective="labels") if data.labels else checkpoint
+    return [block for blocks in by_stack for block in blocks] if all(by_stack) else []
 
 
 def require_rows(checkpoint: Checkpoint, ids: Sequence[Int[Tensor, "..."]]) -> None:

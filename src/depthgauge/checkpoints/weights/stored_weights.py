@@ -1,7 +1,7 @@
 """Weights on the disk: their sizes, dtypes and digest, and how they stay there while a model runs.
 
-With `--stream`, the blocks of a model are memory-mapped, and one at a time is brought to the device. A GGUF file is
-unpacked into safetensors files first, block by block.
+With `--device stream`, the blocks of a model are memory-mapped, and one at a time is brought to the device. A GGUF file
+is unpacked into safetensors files first, block by block.
 
 transformers puts everything else on the device and offloads the blocks: for every weight of theirs it names a
 safetensors file, which is one of the checkpoint, or a temporary one if the weight had to be converted. Such a file is
@@ -205,7 +205,7 @@ def stream_map(skeleton: nn.Module, layers: int, device: torch.device, name: str
     blocks = {*find_blocks(skeleton, layers)}
     if not blocks:
         raise CheckpointError(
-            f"{name} cannot be streamed: it has no list of {layers} blocks; use --device-map auto or a larger machine"
+            f"{name} cannot be streamed: it has no list of {layers} blocks; use --device spread or a larger machine"
         )
     places: dict[str, str] = {}
 
