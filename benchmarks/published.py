@@ -39,8 +39,8 @@ from depthgauge.surgery.write_model import written_model
 
 SHARES = (0.10, 0.25, 0.40)
 OURS = {
-    "depthgauge, quick": {"effort": "quick", "recover": "repair"},
-    "depthgauge": {"recover": "repair"},
+    "depthgauge, quick": {"effort": "quick", "recover": "off"},
+    "depthgauge": {"recover": "off"},
     **{f"depthgauge, recovered {amount}": {"recover": amount} for amount in ("0.5M", "2M", "8M")},
 }
 LONG = "depthgauge, recovered 8M"

@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
             read = windows_of_texts(setting.files, count=each, **cut)
             rows += peers(observe(runner, torch.cat(list(read.values()))), setting, counts, evaluation)
             seconds[f"{setting.source}, peers"] = {"total": time.perf_counter() - started}
-        for method, amount in ((OURS, "repair"), (RECOVERED, options.recover)):
+        for method, amount in ((OURS, "off"), (RECOVERED, options.recover)):
             if amount is not None:
                 asked = {"remove": counts, "effort": options.effort, "recover": amount, "seed": options.seed}
                 asked |= {"window": window, "allow": "unread"} if tiny else {}

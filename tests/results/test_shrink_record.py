@@ -339,10 +339,10 @@ def test_a_result_that_is_no_better_than_a_simple_one_says_so() -> None:
     ("removed", "trained", "recover", "advice"),
     [
         ([12], True, "2M", "0.513 nats per token"),
-        ([12], False, "repair", "; train it with --recover 2M"),
+        ([12], False, "off", "; train it with --recover 2M"),
         ([12], False, "none", "; leave --recover none out"),
         ([12, 13], False, "none", "; remove fewer blocks, or leave --recover none out"),
-        ([12, 13], False, "repair", "; remove fewer blocks, or train it with --recover 2M"),
+        ([12, 13], False, "off", "; remove fewer blocks, or train it with --recover 2M"),
     ],
 )
 def test_the_advice_for_a_damaged_model_can_be_followed(

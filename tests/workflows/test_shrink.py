@@ -302,8 +302,8 @@ BAD = {
     "confidence": ({"remove": 1, "confidence": 2.0}, "confidence must be a number"),
     "effort": ({"remove": 1, "effort": "huge"}, "effort must be one of quick, default, high"),
     "removed options": ({"remove": 1, "objective": "kl"}, "option of shrink must be one of"),
-    "recovery": ({"remove": 1, "recover": "off"}, "a time such as 10min, auto, repair or none, got 'off'"),
-    "general": ({"remove": 1, "general": "none", "recover": "repair"}, "leave one out"),
+    "recovery": ({"remove": 1, "recover": "much"}, "a time such as 10min, auto, off or none, got 'much'"),
+    "general": ({"remove": 1, "general": "none", "recover": "off"}, "leave one out"),
     "option": ({"remove": 1, "sample": 3}, "did you mean 'sampled'"),
     "window": ({"remove": 1, "window": 1000}, "window must be at most"),
 }

@@ -16,7 +16,7 @@ from depthgauge.results.labels import GIVEN, TEXTS
 from depthgauge.results.record import RARE, Count, Measured, Number, Record, combine_options, read
 
 TRAINING = "training"
-AUTO, REPAIR = "auto", "repair"
+AUTO, OFF = "auto", "off"
 AUTO_TOKENS, AUTO_SECONDS = 2_000_000, 600.0
 """The most that `auto` trains."""
 SHORT_TOKENS = 100_000
@@ -43,19 +43,18 @@ class Amount:
 
 
 def amount_of(text: str, name: str = "recover") -> Amount | None:
-    """Return what `2M`, `10min` or `auto` stands for; None for `repair` and `none`.
+    """Return what `2M`, `10min` or `auto` stands for; None for `off` and `none`.
 
     >>> amount_of("1.5M"), amount_of("10 min"), amount_of("none")
     (Amount(tokens=1500000, seconds=None, stops=False), Amount(tokens=None, seconds=600.0, stops=False), None)
     """
-    if text in (AUTO, REPAIR, NONE):
+    if text in (AUTO, OFF, NONE):
         return Amount(AUTO_TOKENS, AUTO_SECONDS, stops=True) if text == AUTO else None
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|k|K|M|G|)\s*", text)
     value = 0.0 if match is None else float(match[1])
     if match is None or value <= 0:
         raise InputError(
-            f"{name} must be a number of tokens such as 2M, a time such as 10min, {AUTO}, {REPAIR} or {NONE}, got "
-            f"{text!r}"
+            f"{name} must be a number of tokens such as 2M, a time such as 10min, {AUTO}, {OFF} or {NONE}, got {text!r}"
         )
     if match[2] in _SECONDS:
         return Amount(seconds=value * _SECONDS[match[2]])

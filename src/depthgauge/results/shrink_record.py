@@ -27,7 +27,7 @@ from depthgauge.results.record import (
     load_document,
     read,
 )
-from depthgauge.results.recover_record import AUTO, REPAIR, MeasuredText, RecoveryRecord, amount_of
+from depthgauge.results.recover_record import AUTO, OFF, MeasuredText, RecoveryRecord, amount_of
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT = "size", "text"
@@ -60,10 +60,10 @@ class ShrinkOptions(ModelOptions, frozen=True, kw_only=True):
         keep: Blocks that are never removed: 0,1,29.
         confidence: Confidence of the guarantee  [default: 0.95].
         effort: quick, default or high. More effort has more calibration windows, a wider search, and takes more time.
-        recover: Train the kept blocks: 2M, 10min, auto, repair, none. They are trained towards the dense model's
+        recover: Train the kept blocks: 2M, 10min, auto, off, none. They are trained towards the dense model's
             predictions on all of your text: a number of tokens, or a time; auto: as long as it helps, at most 2M tokens
-            and 10 minutes; repair: on the calibration windows alone; none: no weights are changed  [default: auto on a
-            GPU, repair on a CPU].
+            and 10 minutes; off: a repair on the calibration windows alone; none: no weights are changed  [default:
+            auto on a GPU, off on a CPU].
         general: The second half of what is trained on, which keeps the model general: a text file, a data set on the
             hub, ORG/NAME@REVISION or ORG/NAME@REVISION:FIELD, or none  [default: what the dense model writes after
             the beginnings of passages].
@@ -138,7 +138,7 @@ class ShrinkOptions(ModelOptions, frozen=True, kw_only=True):
             (not self.text, "does not sample text from the model; give --text"),
             (self.sampled, "does not sample text from the model; leave --sampled out"),
             (
-                self.recover not in (None, REPAIR, NONE, AUTO),
+                self.recover not in (None, OFF, NONE, AUTO),
                 "does not train weights, which would have to be in memory; leave --recover out, and run `depthgauge "
                 "recover` on the result where it fits",
             ),

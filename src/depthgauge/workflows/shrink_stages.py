@@ -20,7 +20,7 @@ from depthgauge.checkpoints.weights.load import Checkpoint, parameter_count
 from depthgauge.checkpoints.weights.stored_weights import free_memory, weights_digest
 from depthgauge.recovery.distillation import TRAINING, step_windows
 from depthgauge.recovery.recover_model import Recovery
-from depthgauge.results.recover_record import AUTO, AUTO_TOKENS, REPAIR, Amount, amount_of
+from depthgauge.results.recover_record import AUTO, AUTO_TOKENS, OFF, Amount, amount_of
 from depthgauge.results.shrink_record import CandidateRecord, PlanRecord, ShrinkOptions
 from depthgauge.surgery.calibration import Calibration, CutTexts, given_calibration, prepare_calibration
 from depthgauge.surgery.candidates import GIVEN, Candidates, Search
@@ -206,7 +206,7 @@ def training_amount(run: Run, checkpoint: Checkpoint) -> Amount | None:
     By default it is trained on a GPU, but not to find the largest size within a limit, which makes many models.
     """
     settings = run.settings
-    by_default = AUTO if checkpoint.device.type == "cuda" and run.limit is None else REPAIR
+    by_default = AUTO if checkpoint.device.type == "cuda" and run.limit is None else OFF
     amount = amount_of(settings.recover or by_default)
     trains = checkpoint.stream is None and not settings.is_spread
     return amount if trains or settings.recover not in (None, AUTO) else None
