@@ -224,7 +224,7 @@ def reproduce(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list of written files as JSON.")] = False,
 ) -> None:
     """Compute and draw the figures of this project and of the two papers."""
-    from depthgauge.papers.reproduce.draw import reproduce_all
+    from depthgauge.papers.reproduce.study import reproduce_all
     from depthgauge.sweeps.run import choose_engine
 
     chosen = choose_engine(engine, scheduler, jobs)
