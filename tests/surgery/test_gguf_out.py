@@ -232,7 +232,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     write_gguf(path, add_bos=True, family="gemma3", layers=62)
     with pytest.raises(CheckpointError, match="recognizes this model by its 62 blocks"):
         read_layout(find(path), None, "a")
-    with pytest.raises(InputError, match=r"gguf-type must be one of Q4_0.*got 'Q4_K'"):
+    with pytest.raises(InputError, match=r"dtype must be one of Q4_0.*got 'Q4_K'"):
         read_layout(find(path), "Q4_K", "a")
     with pytest.raises(InputError, match=r"shared is not; convert it with llama\.cpp's convert_hf_to_gguf\.py"):
         read_layout(None, None, "shared")

@@ -72,7 +72,7 @@ class CalibrationSizes:
         """The number of windows in all parts."""
         return self.fit + self.select + self.certify
 
-    def cut(self, windows: Int[Tensor, "windows n"]) -> list[Int[Tensor, "_ n"]]:
+    def cut(self, windows: Int[Tensor, "windows ..."]) -> list[Int[Tensor, "_ ..."]]:
         """Return the first `fit`, the next `select` and the next `certify` windows."""
         ends = accumulate((self.fit, self.select, self.certify), initial=0)
         return [windows[first:last] for first, last in pairwise(ends)]
