@@ -27,8 +27,8 @@ for method in ("identity", "last-layer", "parallel", "mean-field", "corrected"):
 # %% [markdown]
 # ## Verify a certificate
 #
-# `verify` proves the upper bound a second time, with independent code in interval arithmetic. `witness` is the input
-# that attains the lower bound.
+# `verify` proves the upper bound a second time, by the same function in interval arithmetic. `witness` is the
+# input that attains the lower bound.
 
 # %%
 small = dg.collapse(net, method="mean-field")

@@ -50,11 +50,9 @@ HEAVY = {
     "datasets",
     "torchao",
 }
-# A file name occurs once, except in these pairs of folders, where equal names are deliberate: a bound has a proof and
-# its verification, both backends have the same parts.
+# A file name occurs once, except in this pair of folders, where equal names are deliberate: both backends have the same
+# parts.
 DELIBERATE_PAIRS = [
-    {"theory/certificates", "theory/certificates/verify"},
-    {"theory/surrogates", "theory/certificates/verify"},
     {"fast_attention/torch", "fast_attention/triton"},
 ]
 
@@ -171,26 +169,14 @@ def repeated_names(src: Path) -> list[str]:
     ]
 
 
-# A bound and its verification use the same words, because the second repeats the first independently.
-DELIBERATE_CLASSES = [
-    {"theory/certificates", "theory/certificates/verify"},
-    {"theory/surrogates", "theory/certificates/verify"},
-]
-
-
 def repeated_classes(src: Path) -> list[str]:
-    """List class names that are defined more than once, outside the deliberate pairs of folders."""
+    """List class names that are defined more than once."""
     places = defaultdict(list)
     for path in sorted(src.rglob("*.py")):
-        folder = path.parent.relative_to(src / "depthgauge").as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append((folder, path.relative_to(src / "depthgauge").as_posix()))
-    return [
-        f"{name}: {[file for _, file in found]}"
-        for name, found in sorted(places.items())
-        if len(found) > 1 and not (len(found) == 2 and {folder for folder, _ in found} in DELIBERATE_CLASSES)
-    ]
+                places[node.name].append(path.relative_to(src / "depthgauge").as_posix())
+    return [f"{name}: {found}" for name, found in sorted(places.items()) if len(found) > 1]
 
 
 def heavy_imports(src: Path) -> list[str]:
@@ -353,10 +339,6 @@ def test_planted_repeated_classes_are_found(tmp_path: Path) -> None:
     assert repeated_classes(two) == ["A: ['recovery/y.py', 'results/x.py']"]
     same = planted(tmp_path / "b", results__x="class A: ...\nclass A: ...\nclass B: ...")
     assert repeated_classes(same) == ["A: ['results/x.py', 'results/x.py']"]
-    pair = {"theory__certificates__x": "class A: ...", "theory__certificates__verify__x": "class A: ..."}
-    assert repeated_classes(planted(tmp_path / "c", **pair)) == []
-    assert len(repeated_classes(planted(tmp_path / "d", **pair, results__y="class A: ..."))) == 1
-    assert repeated_classes(planted(tmp_path / "e", **pair, theory__certificates__y="class A: ...")) != []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import depthgauge as dg
 from depthgauge.theory.certificates.compared_networks import Comparison
-from depthgauge.theory.certificates.parallel_blocks import parallel_proof
+from depthgauge.theory.certificates.parallel_blocks import WideBlock
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.network.network import SelfAttentionNetwork
 
@@ -35,4 +35,4 @@ def difference(one: SelfAttentionNetwork, other: SelfAttentionNetwork, x: Tensor
 
 
 def upper(net: SelfAttentionNetwork, small: SelfAttentionNetwork, tokens: Tokens) -> float:
-    return float(parallel_proof(Comparison(net, small, tokens)).value.max())
+    return float(WideBlock(Comparison(net, small, tokens)).value.max())

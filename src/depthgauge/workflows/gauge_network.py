@@ -20,9 +20,11 @@ from depthgauge.results.gauge_record import (
     Sandwich,
     network_verdict,
 )
+from depthgauge.theory.certificates.attack import AttackOptions
 from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.certificates.printed import printed_bound
-from depthgauge.theory.depth.effective import FoldBounds, can_fold, certified_depth, measured_depth, measured_errors
+from depthgauge.theory.depth.effective import DepthBounds, can_fold, certified_depth, measured_depth, measured_errors
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.measures.profile import measure
 from depthgauge.theory.network.network import SelfAttentionNetwork
@@ -72,7 +74,9 @@ def _subject(
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
     profile = measure(network, x, progress=progress)
     with threads_for(network.dim):
-        bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if can_fold(network) else None
+        bounds = (
+            DepthBounds(network, InputSet("box", radius), attack=AttackOptions(**ATTACK)) if can_fold(network) else None
+        )
         sandwiches: list[Sandwich] = []
         for index, method in enumerate(CLOSED_FORMS):
             progress(index, len(CLOSED_FORMS), f"certifying {method}")
@@ -92,7 +96,7 @@ def _subject(
 
 
 def _depths(
-    network: SelfAttentionNetwork, x: Float[Tensor, "samples tokens dim"], bounds: FoldBounds, progress: Step
+    network: SelfAttentionNetwork, x: Float[Tensor, "samples tokens dim"], bounds: DepthBounds, progress: Step
 ) -> Sequence[DepthRow]:
     """Find the certified and the measured effective depth at every tolerance."""
     rows, errors = [], measured_errors(network, x)
@@ -103,7 +107,7 @@ def _depths(
     return [msgspec.convert(row.to_json(), DepthRow) for row in rows]
 
 
-def _sandwich(network: SelfAttentionNetwork, method: str, radius: float, bounds: FoldBounds | None) -> Sandwich:
+def _sandwich(network: SelfAttentionNetwork, method: str, radius: float, bounds: DepthBounds | None) -> Sandwich:
     """Bound the error of one method's surrogate from both sides; or give the reason why the method does not apply."""
     reason = refusal(network, method)
     if reason is None and method == "parallel" and needs_tokens(network):

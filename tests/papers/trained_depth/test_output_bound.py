@@ -1,11 +1,13 @@
 """The bound on the output of a trained model, attacked on trained networks."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from depthgauge.base.errors import VerificationError
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel, recall_task
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, TrainingOptions, held_out, train_bounded
 from depthgauge.papers.trained_depth.output_bound import (
@@ -17,8 +19,9 @@ from depthgauge.papers.trained_depth.output_bound import (
     margins,
     output_bound,
     permitted_change,
-    readout_changes,
+    readout_of,
 )
+from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.surrogates.closed_forms import closed_form
 
 TASK = recall_task(pairs=2, keys=3, values=3)
@@ -112,11 +115,20 @@ def test_readout_changes_are_attained() -> None:
     generator = torch.Generator().manual_seed(0)
     R = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     u = torch.rand(5, generator=generator, dtype=torch.float64)
-    logit, margin = readout_changes(u, R)
+    changes = (u[None] @ readout_of(Outward(), R).size().value)[0]
+    logit, margin = float(changes[:4].max()), float(changes[4:].max())
     pairs = [float((u * (R[:, c] - R[:, e]).sign()) @ (R[:, c] - R[:, e])) for c in range(4) for e in range(4)]
     singles = [float((u * R[:, c].sign()) @ R[:, c]) for c in range(4)]
-    assert max(pairs) <= margin <= max(pairs) * (1 + 1e-12)
-    assert max(singles) <= logit <= max(singles) * (1 + 1e-12)
+    assert max(pairs) * (1 - 1e-15) <= margin <= max(pairs) * (1 + 1e-12)
+    assert max(singles) * (1 - 1e-15) <= logit <= max(singles) * (1 + 1e-12)
+
+
+def test_the_bounds_on_the_output_are_proved_again(bounds: list[OutputBound], box_bounds: list[OutputBound]) -> None:
+    for bound in (*bounds[::2], *box_bounds[:2]):
+        assert bound.verify()
+        for name in ("logit", "margin"):
+            with pytest.raises(VerificationError):
+                replace(bound, **{name: getattr(bound, name) * (1 - 1e-6)}).verify()
 
 
 def test_margins_decide_the_prediction() -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.theory.certificates.causal_bounds import CausalBounds
-from depthgauge.theory.certificates.causal_proof import bias_slip, causal_proof, pattern_powers
+from depthgauge.theory.certificates.causal_layers import CausalLayers
+from depthgauge.theory.certificates.causal_proof import CausalProof, pattern_powers
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
-from depthgauge.theory.certificates.regions import ConvexRegion, PointRegion, Region
+from depthgauge.theory.certificates.regions import BallRegion, BoxRegion, ConvexRegion, PointRegion, Region
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.enclosures import Enclosure
 from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
@@ -124,7 +125,7 @@ def _attacked(seed: int, method: str, eta: float, kind: str) -> None:
     small = dg.collapse(net, method, length=n)
     tokens = Tokens(drawn(2 + seed % 4, net.dim, seed=seed), length=n)
     inputs = tokens if kind == "tokens" else InputSet(kind, 1.0)
-    upper = float(causal_proof(Comparison(net, small, inputs, None if kind == "tokens" else n)).value.max())
+    upper = float(CausalProof(Comparison(net, small, inputs, None if kind == "tokens" else n)).value.max())
     generator = torch.Generator().manual_seed(seed)
     if isinstance(inputs, Tokens):
         x = tokens.embeddings[torch.randint(0, len(tokens.embeddings), (60, n), generator=generator)]
@@ -149,13 +150,14 @@ def test_drawn_networks_are_bounded_sharply() -> None:
 # --- each inequality --------------------------------------------------------------------------------------------------
 
 
-REGIONS = [PointRegion(drawn(5, 3, seed=4)), ConvexRegion("box", 0.8), ConvexRegion("ball", 0.8)]
+A = Outward()
+REGIONS = [PointRegion(A, Tokens(drawn(5, 3, seed=4))), BoxRegion(A, 3, 0.8), BallRegion(A, 3, 0.8)]
 
 
 def members(region: Region, *shape: int) -> Tensor:
     """Draw extreme points of a region of width 3."""
     if isinstance(region, PointRegion):
-        return region.points[torch.randint(0, len(region.points), shape, generator=torch.Generator().manual_seed(1))]
+        return region.floats[torch.randint(0, len(region.floats), shape, generator=torch.Generator().manual_seed(1))]
     assert isinstance(region, ConvexRegion)
     return InputSet(region.kind, region.radius).extreme(drawn(*shape, 3, seed=3))
 
@@ -168,9 +170,9 @@ def test_ranges_and_rows_hold_on_extreme_points_and_are_attained(region: Region)
     ranges = made.amax(1) - made.amin(1)
     rows = (members(region, 300) @ M @ y.mT).amax(-1) - (members(region, 300) @ M @ y.mT).amin(-1)
     for bound, found in (
-        (region.largest(Enclosure.exact(M)), made.abs().amax(1)),
-        (region.ranges(Enclosure.exact(M)), ranges),
-        (region.widest_row("x", Enclosure.exact(M)), rows.amax(-1)),
+        (region.largest(Enclosure.exact(M)).floats(), made.abs().amax(1)),
+        (region.ranges(Enclosure.exact(M)).floats(), ranges),
+        (region.widest_row(Enclosure.exact(M)).floats(), rows.amax(-1)),
     ):
         assert bool((found <= bound * SLACK).all())
         assert bool((found >= 0.9 * bound).all())
@@ -180,23 +182,23 @@ def test_ranges_and_rows_hold_on_extreme_points_and_are_attained(region: Region)
 def test_states_and_heads_stay_within_the_bounds_of_their_layer(region: Region) -> None:
     """x_j^k − x_j − u_j D is at most err, scores have at most the range θ, and heads are within `gap` and `rest`."""
     net = network(0.3, layers=3, dim=3)
-    expansion = CausalExpansion(net)
-    bounds, C = CausalBounds("network", expansion, region), prefix_average(LENGTH)
+    expansion = CausalExpansion(net, A)
+    bounds, C = CausalLayers(expansion, region), prefix_average(LENGTH)
     for x in members(region, 60, LENGTH):
         state = x
         for k, layer in enumerate(bounds.layers):
-            D, W, V = layer.drift.mid[0], expansion.W[k].mid, expansion.V[k].mid
-            assert bool(((state - x - C @ x @ D).abs() <= layer.err * SLACK + 1e-14).all())
+            D, W, V = layer.drift.floats()[0], expansion.W[k].floats(), expansion.V[k].floats()
+            assert bool(((state - x - C @ x @ D).abs() <= layer.err.floats() * SLACK + 1e-14).all())
             scores = (state @ W @ state.mT).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
             low = scores.masked_fill(scores == -torch.inf, torch.inf).amin(-1)
-            assert bool((scores.amax(-1) - low <= layer.theta[:, None] * SLACK).all())
+            assert bool((scores.amax(-1) - low <= layer.theta.floats()[:, None] * SLACK).all())
             weights = softm(scores) - C
             exact = weights @ state @ V
-            assert bool((exact.abs().amax(1) <= bounds.gap(k, expansion.V[k]) * SLACK).all())
+            assert bool((exact.abs().amax(1) <= bounds.gap(k, expansion.V[k]).floats() * SLACK).all())
             for with_drift in (True, False):
                 query = x + C @ x @ D if with_drift else x
                 lead = _covariance(query @ W @ x.mT, x @ V, C)
-                rest = bounds.rest(k, expansion.V[k], with_drift=with_drift)
+                rest = bounds.rest(k, expansion.V[k], with_drift=with_drift).floats()
                 assert bool(((exact - lead).abs().amax(1) <= rest * SLACK).all())
             with torch.no_grad():
                 state = net.step(k, state)
@@ -210,20 +212,20 @@ def _covariance(scores: Tensor, z: Tensor, C: Tensor) -> Tensor:
 
 def test_the_expansion_is_exact() -> None:
     net = network(0.4, layers=4)
-    X, C, x = CausalExpansion(net), prefix_average(LENGTH), drawn(LENGTH, 4)
+    X, C, x = CausalExpansion(net, A), prefix_average(LENGTH), drawn(LENGTH, 4)
     states, errors = [x], []
     for k in range(4):
-        scores = (states[-1] @ X.W[k].mid @ states[-1].mT).masked_fill(
+        scores = (states[-1] @ X.W[k].floats() @ states[-1].mT).masked_fill(
             torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf
         )
-        errors.append(((softm(scores) - C) @ states[-1] @ X.V[k].mid).sum(0))
+        errors.append(((softm(scores) - C) @ states[-1] @ X.V[k].floats()).sum(0))
         with torch.no_grad():
             states.append(net.step(k, states[-1]))
     powers = [torch.linalg.matrix_power(C, m) for m in range(5)]
     eye = torch.eye(4, dtype=torch.float64)
 
     def carried(start: Tensor, k: int) -> Tensor:
-        orders = [eye, *(order.mid for order in X.orders(k, 4))]
+        orders = [eye, *(order.floats() for order in X.orders(k, 4))]
         return sum((powers[m] @ start @ e for m, e in enumerate(orders)), torch.zeros_like(start))
 
     whole = carried(x, 0) + sum((carried(error, k + 1) for k, error in enumerate(errors)), torch.zeros_like(x))
@@ -232,14 +234,13 @@ def test_the_expansion_is_exact() -> None:
 
 def test_patterns_are_recognised_by_their_bias() -> None:
     layer = pattern_layer({m: drawn(2, 2, seed=m) for m in (1, 2, 4)}, LENGTH)
-    powers = pattern_powers(layer)
+    powers = pattern_powers(layer, A)
     assert [m for m, _ in powers] == [1, 2, 4]
-    assert all(slip < 1e-11 for _, slip in powers)
-    C = Enclosure.exact(prefix_average(LENGTH))
-    bias = prefix_average(LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), 1.0).log()
-    assert bias_slip(bias, C) < 1e-11
-    assert 1e-5 <= bias_slip(bias + 1e-5, C) < 1.1e-5
-    assert bias_slip(bias + 1.0, C) == float("inf")
+    assert all(float(slip.floats()) < 1e-11 for _, slip in powers)
+    C = prefix_average(LENGTH)[torch.ones(LENGTH, LENGTH).tril().bool()]
+    for apart in (0.0, 1e-5, 1.0):
+        slip = float(A.log_distance(C.log() + apart, Enclosure.exact(C)).floats())
+        assert apart <= slip < apart * 1.1 + 1e-11
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def test_what_is_not_covered_is_refused() -> None:
             dg.certify(small, other, radius=1.0, tokens=4)
     certificate = dg.certify(net, small, radius=1.0, tokens=4)
     swapped = replace(certificate.comparison, network=small, surrogate=net)
-    with pytest.raises(VerificationError, match="do not cover its position biases"):
+    with pytest.raises(VerificationError, match="position biases in the surrogate alone"):
         replace(certificate, comparison=swapped).verify()
     with pytest.raises(InputError, match="causal and has no skip"):
         closed_form(dg.random_network(layers=2, heads=1, dim=3, eta=0.1, causal=True, skip=False), "mean-field", 4)

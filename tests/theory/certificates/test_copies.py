@@ -8,10 +8,6 @@ from gpt_networks import difference, drawn, gpt
 from torch import Tensor, nn
 
 import depthgauge as dg
-from depthgauge.base.errors import InputError
-from depthgauge.theory.certificates.box import BoxBounds
-from depthgauge.theory.certificates.proof import ExpansionProof
-from depthgauge.theory.surrogates.expansion import Expansion
 
 
 def changed(*made_from: nn.Module | Tensor) -> None:
@@ -45,19 +41,6 @@ def test_a_certificate_keeps_its_networks_and_its_tokens(case: str) -> None:
     attained = difference(certificate.network, certificate.surrogate, certificate.witness)
     assert certificate.lower * (1 - 1e-9) <= attained <= certificate.upper
     assert certificate.verify()
-
-
-def test_layer_bounds_of_changed_weights_are_not_used_again() -> None:
-    net = dg.random_network(layers=2, heads=1, dim=3, eta=0.02)
-    proof = dg.certify(net, dg.collapse(net), radius=1.0, starts=1, steps=0).proof
-    assert isinstance(proof, ExpansionProof)
-    assert isinstance(proof.bounds, BoxBounds)
-    mine = BoxBounds(Expansion(net), 1.0, joint=True)
-    with torch.no_grad():
-        net[0].value.mul_(50)
-    for bounds in (proof.bounds, mine):
-        with pytest.raises(InputError, match="another network or another box"):
-            dg.certify(net, dg.collapse(net), radius=1.0, bounds=bounds, starts=1, steps=0)
 
 
 @pytest.mark.parametrize("request_", [{"radius": 1.0}, {"certified": False}, {"inputs": "tokens"}], ids=str)

@@ -53,16 +53,11 @@ def test_certificates_compare_and_survive_pickling(request_):
     assert again.verify()
 
 
-def test_parts_of_a_proof_compare_without_raising():
+def test_the_proof_of_a_certificate_is_the_same_each_time():
     one, two = (certificate() for _ in range(2))
     assert one != two
-    assert one.proof != two.proof
-    assert one.proof.bounds.layers[0] == two.proof.bounds.layers[0]
-    assert one.proof.bounds.layers[0] != two.proof.bounds.layers[1]
-    assert one.proof.joint.lead == two.proof.joint.lead
-    assert one.proof.joint.parts == two.proof.joint.parts
-    for part in (one.proof.joint.parts.T, one.proof.joint.lead, certificate().comparison):
-        assert len(repr(part)) < 300
+    assert torch.equal(one.method.value, two.method.value)
+    assert len(repr(one.comparison)) < 300
 
 
 def test_json_has_the_documented_keys_in_order():

@@ -5,7 +5,9 @@ import statistics
 import pytest
 
 from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.network.random_networks import random_network
 
 
@@ -37,7 +39,8 @@ def test_joint_beats_plain_and_squares_beat_both():
     high = certify(network, surrogate, radius=1.0, effort="high", starts=1, steps=1)
     assert default.methods == ("joint",)
     assert high.methods == ("joint", "squares")
-    assert high.upper < default.upper < 0.5 * float(default.proof.plain.max())
+    layers = layers_of(default.comparison, Outward(), joint=False)
+    assert high.upper < default.upper < 0.5 * ExpansionProof(default.comparison, layers).upper
 
 
 def test_the_bound_on_a_ball_is_tight():

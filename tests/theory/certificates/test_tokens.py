@@ -14,13 +14,17 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.theory.certificates.box import RHO, head_tensor
 from depthgauge.theory.certificates.compared_networks import Comparison
+from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
+from depthgauge.theory.certificates.expansion_proof import layers_of
+from depthgauge.theory.certificates.lead import Rank1Sum
+from depthgauge.theory.certificates.pair_lead import BLOCK, PairLead, centred
+from depthgauge.theory.certificates.proving import method_of
+from depthgauge.theory.certificates.regions import PointRegion
 from depthgauge.theory.certificates.token_attack import count_sequences, every_sequence
-from depthgauge.theory.certificates.token_bounds import BLOCK, PairLead, TokenBounds, centred, ranges, widest_row
-from depthgauge.theory.certificates.token_proof import token_proof
 from depthgauge.theory.certificates.token_set import Tokens, load_tokens
 from depthgauge.theory.depth.effective import effective_depth
+from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.enclosures import Enclosure
 from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.linalg.rounding import no_bound
@@ -30,6 +34,7 @@ from depthgauge.theory.surrogates.expansion import Expansion
 
 METHODS = ("identity", "last-layer", "parallel", "mean-field", "corrected")
 SLACK = 1 + 1e-9
+A = Outward()
 
 
 def drawn(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -90,7 +95,7 @@ def _attacked(seed: int, method: str, eta: float, size: float) -> None:
     net = network(eta, seed % 1000, layers=1 + seed % 4, heads=1 + seed % 3, dim=2 + seed % 3)
     small = dg.collapse(net, method=method)
     tokens = Tokens(drawn(2 + seed % 6, net.dim, seed=seed, size=size))
-    upper = float(token_proof(Comparison(net, small, tokens)).value.max())
+    upper = float(method_of(Comparison(net, small, tokens)).value.max())
     rounding = 64 * torch.finfo(torch.float64).eps * tokens.radius  # of the two evaluations
     generator = torch.Generator().manual_seed(seed)
     for n in (2, 5, 40):
@@ -155,23 +160,21 @@ def test_short_sequences_have_a_smaller_bound_that_no_sequence_exceeds(method: s
         assert uppers == sorted(uppers)
         assert uppers[0] < uppers[1] < (0.9 if method == "mean-field" else 1.0) * uppers[3]
         assert certificate.verify()
-        with pytest.raises(VerificationError, match="could be proved"):
+        with pytest.raises(VerificationError, match="is proved"):
             replace(certificate, upper=certificate.upper * (1 - 1e-6)).verify()
 
 
 def test_a_covariance_of_few_tokens_is_below_the_share_of_the_bound_over_pairs() -> None:
-    points, expansion = drawn(5, 3), Expansion(network(0.5, layers=2, dim=3))
-    terms = head_tensor(expansion, range(2))
-    W, V = torch.cat([w.mid for w in expansion.W]), torch.cat([v.mid for v in expansion.V])
+    points, (terms, W, V) = drawn(5, 3), leading_terms()
     for n in (1, 2, 3):
-        lead = PairLead(terms, points, share=Tokens(points, length=n).unevenness)
+        lead = PairLead(A, terms, points, share=Tokens(points, length=n).unevenness)
         x = points[torch.tensor(list(product(range(5), repeat=n)))]
         scores, z = torch.einsum("qb,rbc,sjc->qrsj", points, W, x), torch.einsum("sje,rea->rsja", x, V)
         apart = scores - scores.mean(-1, keepdim=True)
         found = torch.einsum("qrsj,rsja->qsa", apart, z).abs().amax((0, 1)) / n
-        assert bool((found <= lead.pairs * SLACK).all())
+        assert bool((found <= lead.value.floats() * SLACK).all())
         if n == 2:
-            assert torch.allclose(found, lead.pairs, rtol=1e-9)
+            assert torch.allclose(found, lead.value.floats(), rtol=1e-9)
 
 
 # --- the lower bound --------------------------------------------------------------------------------------------------
@@ -221,7 +224,7 @@ def test_the_witness_consists_of_tokens() -> None:
     assert again.lower == certificate.lower
 
 
-# --- the second proof -------------------------------------------------------------------------------------------------
+# --- the second arithmetic -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -231,7 +234,7 @@ def test_the_bound_is_proved_again(method: str) -> None:
         certificate = dg.certify(net, dg.collapse(net, method=method), inputs=tokens)
         assert certificate.verify()
         assert certificate.upper is not None
-        with pytest.raises(VerificationError, match="could be proved"):
+        with pytest.raises(VerificationError, match="is proved"):
             replace(certificate, upper=certificate.upper * (1 - 1e-6)).verify()
 
 
@@ -239,9 +242,20 @@ def test_a_proof_for_another_set_is_refused() -> None:
     net = network()
     small = dg.collapse(net)
     certificate = dg.certify(net, small, inputs=Tokens(drawn(3, 4)))
-    box = dg.certify(net, small, radius=1.0)
-    with pytest.raises(VerificationError, match="its proof is for tokens"):
-        replace(box, proof=certificate.proof).verify()
+    box = dg.certify(net, small, radius=3.0)
+    with pytest.raises(VerificationError):
+        replace(certificate, comparison=box.comparison).verify()
+
+
+def around_centre(G: Tensor, points: Tensor) -> Tensor:
+    return centred(A, Enclosure.exact(G), Enclosure.exact(points)).floats()
+
+
+def leading_terms() -> tuple[Rank1Sum, Tensor, Tensor]:
+    net = network(0.5, layers=2, dim=3)
+    layers = layers_of(Comparison(net, net, Tokens(drawn(5, 3))), A)
+    terms = Rank1Sum.join(A, 3, map(layers.terms, range(2)))
+    return terms, terms.left.floats(), terms.right.floats()
 
 
 # --- the inequalities -------------------------------------------------------------------------------------------------
@@ -256,33 +270,31 @@ def test_points_on_a_line_attain_the_centred_bound() -> None:
     direction, places = drawn(3, seed=5), torch.tensor([-1.0, 0.2, 0.5, 3.0], dtype=torch.float64)
     points = places[:, None] * direction
     G = torch.stack([matrix + matrix.mT for matrix in drawn(6, 3, 3)])
-    bound = centred(G, points)
+    bound = around_centre(G, points)
     ends = points[[0, 3]] - points[[0, 3]].mean(0)
     covariance = ends.mT @ ends / 2
     reached = (G * covariance).sum((-2, -1)).abs()
     assert bool((reached <= bound * SLACK).all())
     rank_one = torch.einsum("xb,xc->xbc", drawn(6, 3, seed=8), drawn(6, 3, seed=8))
     reached = (rank_one * covariance).sum((-2, -1)).abs()
-    assert torch.allclose(centred(rank_one, points), reached, rtol=1e-9)
+    assert torch.allclose(around_centre(rank_one, points), reached, rtol=1e-9)
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_no_covariance_exceeds_the_centred_bound(seed: int) -> None:
     points, G = drawn(2 + seed % 6, 3, seed=seed), drawn(4, 3, 3, seed=seed + 1)
-    bound = centred(G, points)
+    bound = around_centre(G, points)
     for x in multisets(points, 40, 1 + seed % 9, seed):
         apart = x - x.mean(0)
         assert bool(((G * (apart.mT @ apart / len(x))).sum((-2, -1)).abs() <= bound * SLACK).all())
 
 
 def test_the_leading_term_bounds_every_covariance_and_two_tokens_reach_half_of_it() -> None:
-    points, expansion = drawn(5, 3), Expansion(network(0.5, layers=2, dim=3))
-    terms = head_tensor(expansion, range(2))
-    lead = PairLead(terms, points)
-    bound = torch.stack([lead.sharper(a) for a in range(3)])
-    assert bool((bound <= lead.pairs).all())
-    W, V = torch.cat([w.mid for w in expansion.W]), torch.cat([v.mid for v in expansion.V])
+    points, (terms, W, V) = drawn(5, 3), leading_terms()
+    lead = PairLead(A, terms, points)
+    bound = torch.stack([lead.sharper(a).floats() for a in range(3)])
+    assert bool((bound <= lead.value.floats()).all())
 
     def covariances(query: Tensor, x: Tensor) -> Tensor:
         scores = torch.einsum("b,rbc,...jc->r...j", query, W, x)
@@ -302,20 +314,22 @@ def test_the_leading_term_bounds_every_covariance_and_two_tokens_reach_half_of_i
 def test_the_rest_bounds_what_is_beyond_the_leading_term() -> None:
     """One layer: no errors before it, so the rest is ρθ² · range."""
     net = network(1.0, layers=1, dim=3)
-    points, expansion = drawn(4, 3, size=1.5), Expansion(net)
-    bounds = TokenBounds(expansion, Tokens(points))
-    assert float(bounds.layers[0].own.max()) == 0.0
-    W, V = expansion.W[0].mid, expansion.V[0].mid
+    points, expansion = drawn(4, 3, size=1.5), Expansion(net, A)
+    region = PointRegion(A, Tokens(points))
+    bounds = ExpansionLayers(expansion, region, joint=True)
+    assert float(bounds.states[0].own.floats().max()) == 0.0
+    W, V = expansion.W[0].floats(), expansion.V[0].floats()
+    rest, gap = (bound(0, expansion.V[0]).floats() for bound in (bounds.rest, bounds.gap))
     for x in multisets(points, 200, 6):
         scores = x @ W @ x.mT  # [h, i, j]
         z = x @ V
         exact = (softm(scores) - 1 / 6) @ z
         lead = (scores - scores.mean(-1, keepdim=True)) @ z / 6
-        assert bool(((exact - lead).abs().amax(1) <= bounds.rest(0, expansion.V[0]) * SLACK).all())
-        assert bool((exact.abs().amax(1) <= bounds.gap(0, expansion.V[0]) * SLACK).all())
-    theta = widest_row(points, expansion.W[0])
-    assert torch.allclose(bounds.layers[0].theta, theta, rtol=1e-12)
-    assert torch.allclose(bounds.rest(0, expansion.V[0]), RHO * theta[:, None] ** 2 * ranges(points, expansion.V[0]))
+        assert bool(((exact - lead).abs().amax(1) <= rest * SLACK).all())
+        assert bool((exact.abs().amax(1) <= gap * SLACK).all())
+    theta, ranges = region.widest_row(expansion.W[0]).floats(), region.ranges(expansion.V[0]).floats()
+    assert torch.allclose(bounds.heads[0].theta.floats(), theta, rtol=1e-12)
+    assert torch.allclose(rest, theta[:, None] ** 2 * ranges / (12 * 3**0.5))
 
 
 def test_ranges_are_those_of_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,26 +338,28 @@ def test_ranges_are_those_of_the_points(monkeypatch: pytest.MonkeyPatch) -> None
     expected = made.amax(1) - made.amin(1)
     scores = points @ M @ points.mT
     for block in (BLOCK, 1):
-        monkeypatch.setattr("depthgauge.theory.certificates.token_bounds.BLOCK", block)
-        found = ranges(points, Enclosure.exact(M))
+        monkeypatch.setattr("depthgauge.theory.certificates.regions.BLOCK", block)
+        region = PointRegion(A, Tokens(points))
+        found = region.ranges(Enclosure.exact(M)).floats()
         assert bool((found >= expected).all())
         assert torch.allclose(found, expected, rtol=1e-12)
-        rows = widest_row(points, Enclosure.exact(M))
+        rows = region.widest_row(Enclosure.exact(M)).floats()
         assert torch.allclose(rows, (scores.amax(-1) - scores.amin(-1)).amax(-1), rtol=1e-12)
 
 
 def test_an_overflow_is_no_bound() -> None:
     """`nan_to_num` replaces +∞ by the largest float64, which is a wrong bound."""
     points, huge = drawn(3, 3), torch.full((1, 3, 3), 1e308, dtype=torch.float64)
-    assert widest_row(1e10 * points, Enclosure.exact(huge)).tolist() == [torch.inf]
-    assert centred(huge, 1e200 * points).tolist() == [torch.inf]
+    region = PointRegion(A, Tokens(1e10 * points))
+    assert not bool(region.widest_row(Enclosure.exact(huge)).floats().isfinite().any())
+    assert not bool(around_centre(huge, 1e200 * points).isfinite().any())
     assert no_bound(torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])).tolist() == [
         torch.inf, torch.inf, -torch.inf, 1.0,
     ]  # fmt: skip
 
 
 def test_many_points_are_bounded_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthgauge.theory.certificates.token_bounds.PAIRED", 0.0)
+    monkeypatch.setattr("depthgauge.theory.certificates.pair_lead.PAIRED", 0.0)
     net, tokens = network(0.1), Tokens(drawn(4, 4), length=3)
     certificate = dg.certify(net, dg.collapse(net), inputs=tokens)
     assert certificate.methods == ("plain",)

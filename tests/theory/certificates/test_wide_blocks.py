@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.theory.certificates.activations import CURVATURE, THIRD, activation_and_slope
-from depthgauge.theory.certificates.arb_values import precision
 from depthgauge.theory.certificates.compared_networks import Comparison
-from depthgauge.theory.certificates.deletion import STEEPEST
-from depthgauge.theory.certificates.parallel_blocks import Movements, largest_affine, parallel_proof, weighted_products
+from depthgauge.theory.certificates.parallel_blocks import Movements, WideBlock
 from depthgauge.theory.certificates.read_tokens import ReadTokens, diameter
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, THIRD, Outward
 from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.interval_precision import precision
 from depthgauge.theory.linalg.norms import softm
-from depthgauge.theory.network.network import NORM_EPSILON
+from depthgauge.theory.network.network import NORM_EPSILON, SelfAttentionNetwork
 
 SLACK = 1 + 1e-9
+A = Outward()
 
 
 # --- the inequalities: LayerNorm and RMSNorm --------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def normed(x: Tensor, norm: str = "pre") -> Tensor:
 
 
 def read_by(points: Tensor, norm: str = "pre") -> ReadTokens:
-    return ReadTokens.of(points, gpt(norm=norm, layers=1, dim=points.shape[1], heads=1))
+    return ReadTokens(A, points, gpt(norm=norm, layers=1, dim=points.shape[1], heads=1))
 
 
 def in_ball(count: int, d: int, radius: float, seed: int) -> Tensor:
@@ -54,7 +54,7 @@ def test_what_is_read_encloses_the_norm(norm: str) -> None:
     derivative = read.derivative(slice(None))
     assert torch.allclose(derivative.mid, exact, rtol=1e-9, atol=1e-9)
     assert bool((derivative.rad <= 1e-11 * (1 + exact.abs())).all())
-    assert bool((torch.linalg.matrix_norm(exact, 2) <= read.steep * SLACK).all())
+    assert bool((torch.linalg.matrix_norm(exact, 2) <= read.steep.floats() * SLACK).all())
 
 
 @settings(max_examples=200)
@@ -63,12 +63,12 @@ def test_no_movement_exceeds_the_bounds_of_the_norm(seed: int, rho: float, size:
     t = drawn(1, d, seed=seed, size=size).expand(60, d)
     read = read_by(t, norm)
     x, other = t + in_ball(60, d, rho, seed), t + in_ball(60, d, rho, seed + 1)
-    ends = [(x - other).norm(dim=1), (x - t).norm(dim=1), (other - t).norm(dim=1)]
-    assert bool(((normed(x, norm) - normed(t, norm)).norm(dim=1) <= read.shift(ends[1]) * SLACK + 1e-14).all())
+    ends = [A.upper((one - two).norm(dim=1)) for one, two in ((x, other), (x, t), (other, t))]
+    assert bool(((normed(x, norm) - normed(t, norm)).norm(dim=1) <= read.shift(ends[1]).floats() * SLACK + 1e-14).all())
     moved = normed(x, norm) - normed(other, norm)
-    assert bool((moved.norm(dim=1) <= read.shift_between(*ends) * SLACK + 1e-14).all())
+    assert bool((moved.norm(dim=1) <= read.shift_between(*ends).floats() * SLACK + 1e-14).all())
     bent = moved - (x - other) @ read.derivative(slice(1)).mid[0]
-    assert bool((bent.norm(dim=1) <= read.bend(*ends) * SLACK + 1e-13).all())
+    assert bool((bent.norm(dim=1) <= read.bend(*ends).floats() * SLACK + 1e-13).all())
 
 
 def test_a_tangent_movement_attains_the_shift() -> None:
@@ -79,19 +79,25 @@ def test_a_tangent_movement_attains_the_shift() -> None:
     for s in (0.01, 0.3, 0.9):
         moved = t[0] - w * s * s * along + w * s * math.sqrt(1 - s * s) * across
         rho = (moved - t[0]).norm()[None]
-        assert float((normed(moved) - normed(t[0])).norm()) == pytest.approx(float(read.shift(rho)), rel=1e-6)
-    assert float(read.shift(torch.tensor([2 * w]))) == pytest.approx(4.0)
+        assert float((normed(moved) - normed(t[0])).norm()) == pytest.approx(
+            float(read.shift(A.upper(rho)).floats()), rel=1e-6
+        )
+    assert float(read.shift(A.upper([2 * w])).floats()) == pytest.approx(4.0)
     assert float((normed(-t) - normed(t)).norm()) == pytest.approx(4.0, rel=1e-6)
     # The largest second derivative: a third of the square along c, two thirds across it.
     s = 1e-4
     moved = t[0] + w * s * (along / math.sqrt(3) + across * math.sqrt(2 / 3))
     rho, nothing = (moved - t[0]).norm()[None], torch.zeros(1, dtype=torch.float64)
     bent = normed(moved) - normed(t[0]) - (moved - t[0]) @ read.derivative(slice(None)).mid[0]
-    assert float(bent.norm()) == pytest.approx(float(read.bend(rho, rho, nothing)), rel=1e-3)
+    assert float(bent.norm()) == pytest.approx(
+        float(read.bend(A.upper(rho), A.upper(rho), A.upper(nothing)).floats()), rel=1e-3
+    )
     # Two states on the ray of c, at distance ρ towards the origin: the slope there is 1/(1 − s).
     one, two = (t[0] * 0.5 + sign * 1e-6 * across for sign in (1, -1))
-    ends = [(one - two).norm()[None], (one - t[0]).norm()[None], (two - t[0]).norm()[None]]
-    assert float((normed(one) - normed(two)).norm()) == pytest.approx(float(read.shift_between(*ends)), rel=1e-6)
+    ends = [A.upper((a - b).norm()[None]) for a, b in ((one, two), (one, t[0]), (two, t[0]))]
+    assert float((normed(one) - normed(two)).norm()) == pytest.approx(
+        float(read.shift_between(*ends).floats()), rel=1e-6
+    )
 
 
 @settings(max_examples=60)
@@ -102,9 +108,9 @@ def test_weights_that_differ_move_an_average_by_at_most_the_diameter(seed: int) 
     variation = float((p - q).abs().sum() / 2)
     farthest = float(torch.cdist(z, z).max())
     assert float(((p - q) @ z).norm()) <= variation * farthest * SLACK
-    assert farthest <= float(diameter(Enclosure.exact(z))) * SLACK
+    assert farthest <= float(diameter(Enclosure.exact(z)).floats()) * SLACK
     ends = torch.stack([z[0], -z[0]])
-    assert float(diameter(Enclosure.exact(ends))) == pytest.approx(2 * float(z[0].norm()))
+    assert float(diameter(Enclosure.exact(ends)).floats()) == pytest.approx(2 * float(z[0].norm()))
 
 
 # --- the inequalities: activations ------------------------------------------------------------------------------------
@@ -113,7 +119,7 @@ def test_weights_that_differ_move_an_average_by_at_most_the_diameter(seed: int) 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_activations_are_enclosed(activation: str) -> None:
     z = torch.cat([drawn(300, size=3.0), torch.tensor([0.0, 1e-9, -1e-9, 7.9999, 8.0, -8.001, 40.0, -300.0]).double()])
-    value, slope = activation_and_slope(Enclosure(z, torch.full_like(z, 1e-12)), activation)
+    value, slope = A.activation(Enclosure(z, torch.full_like(z, 1e-12)), activation)
     with precision(200):
         for k, x in enumerate(map(arb, z.tolist())):
             if activation == "relu":
@@ -142,50 +148,53 @@ def test_no_hidden_state_exceeds_the_kink(seed: int, activation: str, rho: float
     """|act(h) − act(h') − act'(h_t)(h − h')| |W_out| over states n, n' within ρ of n(t)."""
     net = gpt(seed % 100, 0.5, layers=1, activation=activation)
     t = drawn(1, 4, seed=seed).expand(50, 4)
-    found = Movements(net, dg.collapse(net, method="parallel"), ReadTokens.of(t, net))
+    found = movements(net, t)
     layer, act = found.layers[0], torch.nn.functional.gelu if activation == "gelu" else torch.relu
     u, u_other = (normed(t) + in_ball(50, 4, rho, seed + k) for k in (1, 2))
     h, h_other = (z @ layer.w_in.mid + layer.b_in.mid for z in (u, u_other))
     error = (act(h) - act(h_other) - (h - h_other) * found.slopes[0].mid) @ layer.w_out.mid
-    ends = [(a - b).norm(dim=1) for a, b in ((u, normed(t)), (u_other, normed(t)), (u, u_other))]
-    assert bool((error.abs() <= found._kink(0, *ends) * SLACK + 1e-6).all())  # the slope of GELU is known to 1e-7
+    ends = [A.upper((a - b).norm(dim=1)) for a, b in ((u, normed(t)), (u_other, normed(t)), (u, u_other))]
+    assert bool(
+        (error.abs() <= found._kink(0, *ends).floats() * SLACK + 1e-6).all()
+    )  # the slope of GELU is known to 1e-7
 
 
 def test_a_unit_that_changes_sign_attains_the_kink() -> None:
     net = gpt(0, 0.5, layers=1, activation="relu", mlp=1)
     t = drawn(1, 4, seed=4)
-    found = Movements(net, dg.collapse(net, method="parallel"), ReadTokens.of(t, net))
+    found = movements(net, t)
     layer = found.layers[0]
     w, hidden = layer.w_in.mid[:, 0], float(found.hidden[0].mid[0, 0])
     far = 2 * abs(hidden) / float(w.norm())
     moved = normed(t)[0] - math.copysign(far, hidden) * w / w.norm()
-    ends = [torch.tensor([far], dtype=torch.float64), torch.zeros(1).double(), torch.tensor([far], dtype=torch.float64)]
+    ends = [A.upper([far]), A.zeros(1), A.upper([far])]
     h = float(moved @ w + layer.b_in.mid[0, 0])
     error = max(h, 0.0) - max(hidden, 0.0) - (h - hidden) * float(hidden > 0)
-    assert torch.allclose(found._kink(0, *ends)[0], abs(error) * layer.w_out.mid[0].abs())
+    assert torch.allclose(found._kink(0, *ends).floats()[0], abs(error) * layer.w_out.mid[0].abs())
+
+
+def movements(net: SelfAttentionNetwork, t: Tensor) -> Movements:
+    return Movements(Comparison(net, dg.collapse(net, method="parallel"), Tokens(t)), A)
 
 
 # --- the inequalities: leading terms ----------------------------------------------------------------------------------
 
 
-def test_affine_functions_and_products_are_enclosed() -> None:
-    u, G, f = drawn(5, 3), drawn(4, 3, 3, seed=1), drawn(4, 1, 3, seed=2)
-    made = u @ G + f
-    found = largest_affine(Enclosure.exact(u), Enclosure.exact(G), Enclosure.exact(f))
-    assert bool((found >= torch.stack([made.amax(1), -made.amin(1)])).all())
-    assert torch.allclose(found, torch.stack([made.amax(1), -made.amin(1)]), rtol=1e-12)
+def test_ends_of_products_with_one_radius_for_all_rows_are_enclosed() -> None:
+    u, G = drawn(5, 3), drawn(4, 3, 3, seed=1)
+    made = u @ G
+    high, low = Enclosure.exact(u).coarse(Enclosure.exact(G)).ends()
+    for bound, exact in ((high.floats(), made.amax(1)), (low.floats(), -made.amin(1))):
+        assert bool((bound >= exact).all())
+        assert torch.allclose(bound, exact, rtol=1e-12)
     wide = Enclosure(G, torch.full_like(G, 0.1))
     off = 0.1 * torch.sign(drawn(4, 3, 3, seed=5))
-    assert bool((largest_affine(Enclosure.exact(u), wide, Enclosure.exact(f))[0] >= (u @ (G + off) + f).amax(1)).all())
+    assert bool((Enclosure.exact(u).coarse(wide).ends()[0].floats() >= (u @ (G + off)).amax(1)).all())
     left, right, weights = drawn(3, 6), drawn(6, 3, seed=3), drawn(4, 6, seed=4)
-    exact = left * weights[:, None] @ right
-    a, w, b = (Enclosure.exact(m) for m in (left, weights, right))
-    product_ = weighted_products(a, w, b, slice(None))
-    assert bool(((product_.mid - exact).abs() <= product_.rad).all())
     a, w, b = (Enclosure(m, torch.full_like(m, 1e-3)) for m in (left, weights, right))
     moved = [m + 1e-3 * torch.sign(drawn(*m.shape, seed=6)) for m in (left, weights, right)]
-    product_ = weighted_products(a, w, b, slice(1, 3))
-    assert bool(((moved[0] * moved[1][1:3, None] @ moved[2] - product_.mid).abs() <= product_.rad).all())
+    product_ = (a[:, None] * w[None]).coarse(b).permute(1, 0, 2)
+    assert bool(((moved[0] * moved[1][:, None] @ moved[2] - product_.mid).abs() <= product_.rad).all())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -195,8 +204,8 @@ def test_the_leading_terms_are_the_second_order(causal: bool) -> None:
     for eta in (1e-2, 1e-3, 1e-4):
         net = gpt(2, eta, layers=3, causal=causal, biases=False)
         small, tokens = dg.collapse(net, method="parallel"), Tokens(drawn(4, 4), length=6)
-        found = Movements(net, small, ReadTokens.of(tokens.points(), net))
-        rest = max(float(found.attention.max()), float(found.mlp.max()), float(found.flat.max()))
+        found = Movements(Comparison(net, small, tokens), A)
+        rest = max(float(part.floats().max()) for part in (found.attention, found.mlp, found.flat))
         whole = upper(net, small, tokens)
         assert rest / whole < previous / 5
         previous = rest / whole
@@ -207,8 +216,21 @@ def test_the_leading_terms_are_the_second_order(causal: bool) -> None:
 def test_blocks_of_tokens_give_the_same_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     net, tokens, steps = gpt(), Tokens(drawn(7, 4)), []
     small = dg.collapse(net, method="parallel")
-    whole = parallel_proof(Comparison(net, small, tokens)).value
+    whole = WideBlock(Comparison(net, small, tokens)).value
     monkeypatch.setattr("depthgauge.theory.certificates.parallel_blocks.ENTRIES", 3 * 4 * 7)
-    parts = parallel_proof(Comparison(net, small, tokens), lambda *report: steps.append(report))
+    parts = WideBlock(Comparison(net, small, tokens), lambda *report: steps.append(report))
     assert torch.allclose(parts.value, whole, rtol=1e-12)
     assert steps == [(0, 7, "proving"), (3, 7, "proving"), (6, 7, "proving")]
+
+
+def test_short_sequences_have_a_smaller_bound() -> None:
+    """The average over the tokens includes the token itself with a weight of 1/n or more."""
+    for causal in (False, True):
+        net = gpt(3, 0.05, layers=3, causal=causal)
+        small, tokens = dg.collapse(net, method="parallel"), drawn(5, 4)
+        uppers = [upper(net, small, Tokens(tokens, length=n)) for n in (1, 2, 4, 16, None)]
+        assert uppers == sorted(uppers)
+        assert uppers[0] < 0.95 * uppers[-1]
+        for n, bound in ((1, uppers[0]), (2, uppers[1])):
+            every = tokens[torch.cartesian_prod(*[torch.arange(5)] * n).reshape(-1, n)]
+            assert difference(net, small, every) <= bound * SLACK

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
+from depthgauge.theory.certificates.attack import AttackOptions
 from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.effective import (
-    FoldBounds,
+    DepthBounds,
     certified_depth,
     cheapest_choices,
     effective_depth,
@@ -22,6 +24,8 @@ from depthgauge.theory.depth.effective import (
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.network.random_networks import random_network, uniform_inputs
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form
+
+BOX = InputSet("box", 1.0)
 
 
 def subsets(L):
@@ -47,7 +51,7 @@ def test_certified_depth_is_the_least_over_all_foldings(eta, tolerance):
     # One layer is much larger than the others, so the best folding keeps it.
     with torch.no_grad():
         network[2].value.mul_(3)
-    bounds = FoldBounds(network, 1.0, starts=4, steps=4)
+    bounds = DepthBounds(network, BOX, attack=AttackOptions(starts=4, steps=4))
     brute = min(len(kept) + len(runs_between(4, kept)) for kept in subsets(4) if bounds.error(kept) <= tolerance)
     brute = min([brute, *(1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance)])
     depth = certified_depth(bounds, tolerance)
@@ -171,7 +175,7 @@ def test_weights_that_overflow_keep_every_layer(eta):
 )
 def test_depth_is_the_least_over_all_foldings_and_closed_forms(layers, seed):
     network = random_network(layers=layers, heads=1, dim=3, eta=0.08, seed=seed)
-    bounds = FoldBounds(network, 1.0, starts=2, steps=2)
+    bounds = DepthBounds(network, BOX, attack=AttackOptions(starts=2, steps=2))
     for tolerance in (1e-2, 1e-3, 1e-4):
         within = [len(k) + len(runs_between(layers, k)) for k in subsets(layers) if bounds.error(k) <= tolerance]
         within += [1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance]
@@ -183,7 +187,7 @@ def test_depth_is_the_least_over_all_foldings_and_closed_forms(layers, seed):
 def test_a_sharper_method_is_used_and_named():
     """One layer by `corrected` is proved to 7.6e-5 here, where folding all layers is not within 1e-4."""
     network = random_network(layers=3, heads=2, dim=4, eta=0.05, seed=1)
-    bounds = FoldBounds(network, 1.0, starts=2, steps=4)
+    bounds = DepthBounds(network, BOX, attack=AttackOptions(starts=2, steps=4))
     depth = certified_depth(bounds, 1e-3)
     assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
     assert bounds.error(()) > 1e-3  # the folding alone would have kept layers
@@ -197,7 +201,7 @@ def test_large_weights_are_refuted_and_the_middle_is_undecided():
     refuted = effective_depth(base, radius=1.0, tolerance=1e-3)
     assert (refuted.layers, refuted.status, refuted.method) == (3, "refuted", "none")
     assert refuted.tried > 5
-    bounds = FoldBounds(base, 1.0, starts=2, steps=2)
+    bounds = DepthBounds(base, BOX, attack=AttackOptions(starts=2, steps=2))
     assert "undecided" in {certified_depth(bounds, tolerance).status for tolerance in (0.5, 5.0, 50.0)}
     single = effective_depth(random_network(layers=1, heads=1, dim=2, eta=0.5), radius=1.0, tolerance=1e-6)
     assert (single.layers, single.status, single.tried) == (1, "proved", 0)
@@ -215,6 +219,7 @@ def test_one_layer_counts_as_soon_as_its_certificate_proves_it():
 
 
 def test_an_evaluation_that_overflows_refutes_nothing():
-    bounds = FoldBounds(random_network(layers=3, heads=1, dim=2, eta=0.5), 1.0, starts=2, steps=2)
+    network = random_network(layers=3, heads=1, dim=2, eta=0.5)
+    bounds = DepthBounds(network, BOX, attack=AttackOptions(starts=2, steps=2))
     bounds.seen = lambda choice: math.inf
     assert certified_depth(bounds, 1e-9).status == "undecided"

@@ -259,7 +259,7 @@ def test_chains_of_enclosure_products_enclose(
     assert holds((A @ B + C) @ (A @ B), [v for row in exact for v in row])
     transposed = [list(row) for row in zip(*AB, strict=True)]
     assert holds((A @ B).mT, [v for row in transposed for v in row])
-    assert holds((A @ B).at([0]), AB[0])
+    assert holds((A @ B)[[0]], AB[0])
 
 
 @given(a=enclosures_with_members((2, 2), size=LARGEST, radius=LARGEST / 4), b=enclosures_with_members((2, 2), size=4.0))

@@ -32,13 +32,13 @@ def test_it_is_restored_after_an_error():
 
 def test_certificates_of_small_networks_run_with_one_thread(monkeypatch):
     seen = []
-    prove = certificates.prove_upper
+    prove = certificates.method_of
 
     def watched(*args):
         seen.append(torch.get_num_threads())
         return prove(*args)
 
-    monkeypatch.setattr(certificates, "prove_upper", watched)
+    monkeypatch.setattr(certificates, "method_of", watched)
     network = random_network(layers=2, heads=1, dim=3, eta=0.01)
     certificates.certify(network, collapse(network), radius=1.0, starts=1, steps=1)
     assert seen == [1]

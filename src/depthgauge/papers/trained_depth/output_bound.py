@@ -14,7 +14,8 @@ A `TrainedRecord` has the accuracy of a trained model, its proved and measured d
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,25 +24,20 @@ from torch import Tensor
 from depthgauge.base.errors import require_type
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
-from depthgauge.theory.certificates.box import BoxBounds
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
-from depthgauge.theory.certificates.proof import prove_upper
-from depthgauge.theory.certificates.token_bounds import TokenBounds
-from depthgauge.theory.certificates.token_proof import token_proof
+from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
+from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
+from depthgauge.theory.certificates.method import BITS, Method, check_bounds
+from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.depth.effective import (
-    Choice,
-    FoldBounds,
-    SetBounds,
-    measured_depth,
-    proved_depth,
-    shallower,
-)
-from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.rounding import nonnegative_matmul_up, tanh_up, up
+from depthgauge.theory.depth.effective import Choice, DepthBounds, measured_depth, proved_depth, shallower
+from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Outward
+from depthgauge.theory.linalg.interval_precision import precision
+from depthgauge.theory.linalg.outward_upper import OutwardUpper
+from depthgauge.theory.linalg.rounding import no_bound, tanh_up, up
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import closed_form, needs_tokens, refusal
-from depthgauge.theory.surrogates.expansion import Expansion
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""
@@ -62,12 +58,49 @@ class OutputBound:
         logit: the bound on the change of every logit.
         margin: δ, the bound on the change of every difference of two logits.
         probability: tanh(δ/4), the bound on the change of every class probability.
+        proof: what `verify` computes again; None where one layer replaces itself.
     """
 
     method: str
     logit: float
     margin: float
     probability: float
+    proof: "OutputProof | None" = field(default=None, compare=False, repr=False)
+
+    def verify(self, bits: int = BITS) -> bool:
+        """Prove `logit` and `margin` a second time, in arb interval arithmetic; raise VerificationError otherwise."""
+        if self.proof is not None:
+            with precision(bits):
+                found = self.proof.changes(self.proof.method.again(self.proof.comparison))
+                for value, claimed in zip(found, (self.logit, self.margin), strict=True):
+                    check_bounds(value, claimed)
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class OutputProof:
+    """A proof about |S − S'|, or about |(S − S') R| for `readout_of` if it `is_read`, and the readout."""
+
+    comparison: Comparison
+    method: Method
+    readout: Float[Tensor, "d classes"]
+    is_read: bool = False
+
+    def changes(self, value: Any) -> tuple[Any, Any]:
+        """Bound the changes of logits and of differences of two logits, from the bound of the method."""
+        classes = self.readout.shape[1]
+        if self.is_read:
+            return value[:classes], value[classes:]
+        A: BoundArithmetic = ArbArithmetic([]) if isinstance(value, ArbArray) else Outward()
+        both = (value[None] @ readout_of(A, self.readout).size())[0]
+        return both[:classes], both[classes:]
+
+
+def readout_of(A: BoundArithmetic, R: Float[Tensor, "d classes"]) -> Enclosed:
+    """Return the columns R_c and the differences R_c − R_e for c < e."""
+    first, second = torch.triu_indices(R.shape[1], R.shape[1], 1)
+    both: Enclosed = A.cat([A.exact(R), A.exact(R[:, first]) - R[:, second]], 1)
+    return both
 
 
 def largest_input(model: BoundedModel) -> float:
@@ -76,13 +109,9 @@ def largest_input(model: BoundedModel) -> float:
     return float(up((exact.token[:, None] + exact.position).abs().amax()))
 
 
-def readout_changes(state: Float[Tensor, " d"], readout: Float[Tensor, "d classes"]) -> tuple[float, float]:
-    """Return max_c Σ_a u_a |R_ac| and δ = max_{c,e} Σ_a u_a |R_ac − R_ae|, rounded up; `state` is u."""
-    R = readout.detach().cpu().to(torch.float64)
-    apart = up((R[:, :, None] - R[:, None, :]).abs()).flatten(1)
-    logit = nonnegative_matmul_up(state[None], R.abs())
-    margin = nonnegative_matmul_up(state[None], apart)
-    return float(logit.amax()), float(margin.amax())
+def per_state_error(readout: Float[Tensor, "d classes"]) -> float:
+    """Return max_{c,e} Σ_a |R_ac − R_ae|, rounded up."""
+    return float(readout_of(Outward(), readout).size().sum(0)[readout.shape[1] :].floats().amax())
 
 
 def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttentionNetwork] | None:
@@ -125,25 +154,19 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
         return None
     if needs_tokens(network) or network.causal:
         return _state_bound(Comparison(network, closed_form(network, "parallel"), inputs), R)
-    classes = R.shape[1]
-    first, second = torch.triu_indices(classes, classes, 1)
-    readout = Enclosure.cat([Enclosure.exact(R), Enclosure.exact(R[:, first]) - R[:, second]], dim=1)
-    methods = _methods(network)
-    bounds = TokenBounds(Expansion(network), inputs)
+    S = layers_of(Comparison(network, network, inputs), Outward())
 
     def prove(method: str) -> OutputBound:
         comparison = Comparison(network, closed_form(network, method), inputs)
-        value = token_proof(comparison, bounds, readout).value
-        return _bound(method, float(value[:classes].amax()), float(value[classes:].amax()))
+        proof = ExpansionProof(comparison, S, readout=lambda A: readout_of(A, R))
+        return _bound(method, OutputProof(comparison, proof, R, is_read=True))
 
-    return least_bound([prove(method) for method in methods])
+    return least_bound([prove(method) for method in _methods(network)])
 
 
 def _state_bound(comparison: Comparison, readout: Float[Tensor, "d classes"]) -> OutputBound | None:
     """Return the bound with the wide block, from that on the states; None if it is not finite."""
-    proof = prove_upper(comparison, "default").proof
-    assert proof is not None
-    return least_bound([_bound("parallel", *readout_changes(proof.value, readout))])
+    return least_bound([_bound("parallel", OutputProof(comparison, method_of(comparison), readout))])
 
 
 def box_output_bound(model: BoundedModel) -> OutputBound | None:
@@ -167,13 +190,13 @@ def box_output_bound(model: BoundedModel) -> OutputBound | None:
     if not methods or needs_tokens(network) or network.causal:
         return None
 
-    def prove(method: str, bounds: BoxBounds | None) -> OutputBound:
-        comparison = Comparison(network, closed_form(network, method), InputSet("box", radius))
-        proof = prove_upper(comparison, "default", bounds).proof
-        assert proof is not None
-        return _bound(method, *readout_changes(proof.value, exact.readout))
+    box = InputSet("box", radius)
 
-    plain = BoxBounds(Expansion(network), radius, joint=False)
+    def prove(method: str, S: ExpansionLayers | None) -> OutputBound:
+        comparison = Comparison(network, closed_form(network, method), box)
+        return _bound(method, OutputProof(comparison, method_of(comparison, S=S), exact.readout))
+
+    plain = layers_of(Comparison(network, network, box), Outward(), joint=False)
     best = min((prove(method, plain) for method in methods), key=lambda bound: bound.margin)
     if network.skip and DECISIVE < best.margin <= HOPELESS * DECISIVE:
         best = min(best, prove(methods[0], None), key=lambda bound: bound.margin)
@@ -211,8 +234,10 @@ def _checked(model: BoundedModel) -> BoundedModel:
     return model.exact()
 
 
-def _bound(method: str, logit: float, margin: float) -> OutputBound:
-    return OutputBound(method, logit, margin, float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0)
+def _bound(method: str, proof: OutputProof) -> OutputBound:
+    changes = proof.changes(OutwardUpper(proof.method.value))
+    logit, margin = (float(no_bound(change.floats()).max()) if len(change.floats()) else 0.0 for change in changes)
+    return OutputBound(method, logit, margin, float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0, proof)
 
 
 def least_bound(bounds: Sequence[OutputBound | None]) -> OutputBound | None:
@@ -335,14 +360,10 @@ def output_depth(model: BoundedModel, bound: OutputBound | None) -> int:
     """
     if bound is not None and bound.probability <= WITHIN:
         return 1
-    _, per_unit = readout_changes(torch.ones(model.network.dim, dtype=torch.float64), model.readout)
+    per_unit = per_state_error(model.exact().readout)
     tolerance = DECISIVE * (1 - 1e-12) / max(per_unit, 1e-300)
-    folds: SetBounds | FoldBounds
-    if model.network.skip:
-        folds = SetBounds(model.network, Tokens(model.token, model.position))
-    else:
-        folds = FoldBounds(model.network, largest_input(model), joint=False)
-    return proved_depth(folds, tolerance).layers
+    inputs = Tokens(model.token, model.position) if model.network.skip else InputSet("box", largest_input(model))
+    return proved_depth(DepthBounds(model.network, inputs, joint=model.network.skip), tolerance).layers
 
 
 def accuracy_depth(model: BoundedModel, tokens: torch.Tensor, labels: torch.Tensor) -> int:

@@ -1,15 +1,11 @@
 """Verified evaluation of a network at an input, with every operation in arb interval arithmetic (python-flint)."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import flint
 import torch
 from flint import arb, arb_mat
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.theory.linalg.interval_precision import float_below, precision
 from depthgauge.theory.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
 
 PRECISION, MOST_PRECISION = 160, 5120
@@ -18,28 +14,9 @@ ENOUGH = 1e-9
 """The relative width of the result at which the precision is no longer increased."""
 
 
-@contextmanager
-def precision(bits: int) -> Iterator[None]:
-    """Set the working precision of python-flint within a `with` block."""
-    before = flint.ctx.prec
-    flint.ctx.prec = bits
-    try:
-        yield
-    finally:
-        flint.ctx.prec = before
-
-
 def to_arb(matrix: Float[Tensor, "n d"]) -> arb_mat:
     """Convert a matrix of floating-point numbers to arb without rounding."""
     return arb_mat([[arb(value) for value in row] for row in matrix.detach().cpu().to(torch.float64).tolist()])
-
-
-def float_below(x: arb) -> float:
-    """Return a float64 that is at most every number in the interval x."""
-    value = float(x.lower().mid())
-    while arb(value) > x.lower():
-        value = math.nextafter(value, -math.inf)
-    return math.nextafter(value, -math.inf) if not arb(value) <= x.lower() else value
 
 
 def distinct_tokens(x: Float[Tensor, "n d"], is_ordered: bool) -> tuple[Tensor, list[int]]:

@@ -15,12 +15,12 @@ from depthgauge.base.frames import html_facts
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.attack import AttackOptions, attack
-from depthgauge.theory.certificates.box import BoxBounds
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
-from depthgauge.theory.certificates.proof import UpperBound, prove_upper
+from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
+from depthgauge.theory.certificates.method import BITS, Method
+from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.token_attack import attack_tokens
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.certificates.verify.check import verify
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import SelfAttentionNetwork, require_network
 from depthgauge.theory.surrogates.closed_forms import block_obstacle
@@ -29,7 +29,7 @@ EFFORTS = ("default", "high")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Certificate(UpperBound):
+class Certificate:
     """Both sides of sup ‖S(X) − S'(X)‖max over a set of inputs: `lower` ≤ sup ≤ `upper`.
 
     Certificates compare by identity.
@@ -42,7 +42,7 @@ class Certificate(UpperBound):
         coordinate: the output coordinate with the largest upper bound.
         lost_at: the layer at which the upper bound became infinite, or None.
         seconds: the time of the upper bound.
-        proof: what `verify` needs to prove the upper bound again.
+        method: the proof of the upper bound, which `verify` computes again.
         comparison: copies of S and S' in the precision in which the bounds were proved, the set, and the tokens.
         lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
         witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
@@ -52,6 +52,14 @@ class Certificate(UpperBound):
             rounding with which the sequences were compared.
     """
 
+    upper: float | None
+    coordinate: int | None
+    methods: tuple[str, ...]
+    notes: tuple[str, ...]
+    share: tuple[tuple[float, ...], ...]
+    lost_at: int | None
+    seconds: float
+    method: Method
     comparison: Comparison
     lower: float
     witness: Float[Tensor, "n d"]
@@ -84,8 +92,8 @@ class Certificate(UpperBound):
         """`upper`/`lower`, or None if there is no upper bound or the lower bound is zero."""
         return None if self.upper is None or self.lower <= 0 else self.upper / self.lower
 
-    def verify(self, bits: int = 128) -> bool:
-        """Prove `upper` a second time, in interval arithmetic with independent code (docs/math.md §3.10).
+    def verify(self, bits: int = BITS) -> bool:
+        """Prove `upper` a second time: the same function in arb interval arithmetic (docs/math.md §3.10).
 
         A failure does not refute the bound.
 
@@ -96,9 +104,9 @@ class Certificate(UpperBound):
             True.
 
         Raises:
-            VerificationError: the bound could not be proved; the message names the step that failed.
+            VerificationError: the bound could not be proved.
         """
-        return verify(self.comparison, self, bits)
+        return self.method.verify(self.comparison, self.upper, bits)
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as it appears in the result JSON."""
@@ -146,7 +154,6 @@ def certify(
     steps: int = 40,
     seed: int = 0,
     device: torch.device | str | None = None,
-    bounds: BoxBounds | None = None,
     progress: Step = silent,
 ) -> Certificate:
     """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
@@ -166,7 +173,6 @@ def certify(
         steps: gradient steps of the search from each starting point.
         seed: seed of the search; the same seed gives the same certificate.
         device: device of the search, for example "cuda"; the upper bound is always computed on the CPU.
-        bounds: layer bounds of S on the same box from an earlier proof, to save time.
         progress: called as `progress(done, total, label)` while the work advances.
 
     Returns:
@@ -185,27 +191,52 @@ def certify(
         True
     """
     chosen = check_request(network, surrogate, radius, ball, inputs, tokens, effort)
-    require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
     require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
     comparison = Comparison(_copied(network), _copied(surrogate), chosen, tokens)
+    options = AttackOptions(starts, steps, require_seed(seed), device)
+    return certificate_of(comparison, effort, options, progress=progress)
+
+
+def certificate_of(
+    comparison: Comparison,
+    effort: str,
+    options: AttackOptions,
+    S: ExpansionLayers | None = None,
+    progress: Step = silent,
+) -> Certificate:
+    """Return the certificate of a comparison; `S` are the layer bounds of the network from an earlier proof."""
+    network, surrogate, inputs = comparison.network, comparison.surrogate, comparison.inputs
     with threads_for(network.dim):
         progress(0, 2, "proving")
-        upper = prove_upper(comparison, effort, bounds, progress)
-        progress(1, 2, "attacking")
         begun = time.perf_counter()
-        options, is_complete = AttackOptions(starts, steps, require_seed(seed), device), False
-        if isinstance(chosen, Tokens):
+        method = method_of(comparison, effort, S, progress)
+        proved = time.perf_counter()
+        progress(1, 2, "attacking")
+        is_complete = False
+        if isinstance(inputs, Tokens):
             found = attack_tokens(comparison, options)
             witness, is_complete = found.x, found.exhaustive
         else:
-            witness = attack(comparison, options, upper.hints()).expand()
-        lower = difference_below(comparison.network, comparison.surrogate, witness)
-        spent = time.perf_counter() - begun
+            witness = attack(comparison, options, method.hints()).expand()
+        lower = difference_below(network, surrogate, witness)
         progress(2, 2, "")
+    upper = method.upper
     return Certificate(
-        **vars(upper), comparison=comparison, lower=lower, witness=witness, attack_seconds=spent, effort=effort,
+        upper=upper,
+        coordinate=None if upper is None else method.coordinate,
+        methods=method.names,
+        notes=method.notes,
+        share=method.shares,
+        lost_at=method.lost_at if upper is None else None,
+        seconds=proved - begun,
+        method=method,
+        comparison=comparison,
+        lower=lower,
+        witness=witness,
+        attack_seconds=time.perf_counter() - proved,
+        effort=effort,
         exhaustive=is_complete,
-    )  # fmt: skip
+    )
 
 
 def check_request(

@@ -76,6 +76,11 @@ class Comparison:
         return self.inputs
 
     @property
+    def radius(self) -> float:
+        """φ or r, or the largest |entry| of the tokens."""
+        return self.inputs.radius
+
+    @property
     def tokens(self) -> int | None:
         """The number of tokens of an input, for sequences of tokens the largest, or None for any number."""
         return self.inputs.length if isinstance(self.inputs, Tokens) else self.rows

@@ -10,78 +10,128 @@ at most Σ_h 2 tanh(θ_h/4) s|V_h|, which is smaller where scores are small and 
 slope at most λ maps δ to at most λ·δ|W_in||W_out|.
 """
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.theory.certificates.box import (
-    Norms,
-    PartsByLayer,
-    PerHead,
-    Vector,
-    first_lost,
-    weighted,
-    weighted_per_head,
-)
-from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, tanh_up
+from depthgauge.theory.certificates.compared_networks import Comparison
+from depthgauge.theory.certificates.method import Bound, Method
+from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, BoundArithmetic, Enclosed, Upper, total
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.expansion import match_heads
 
-STEEPEST = {"relu": 1.0, "gelu": 1.13}
-"""Upper bounds λ on the slope of the activations; the largest slope of GELU is 1.1289…, at √2."""
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Deletion:
-    """An upper bound on |S − S'| per output coordinate, by deleting attention layer by layer.
-
-    `head_parts` has, for each layer, the bound on the contribution of each of its heads alone.
-    """
-
-    value: Vector
-    head_parts: PartsByLayer
-    norms: Norms
-    methods = ("deletion",)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def lost_at(self) -> int:
-        """The first layer whose parts are not finite, or the last layer."""
-        return first_lost(self.head_parts)
-
-
-def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, radius: float) -> Deletion:
-    """Bound |S − S'| on the box |X| ≤ φ (`radius`).
+class Deletion(Method):
+    """A proof on the box |X| ≤ φ, which contains the ball of radius φ.
 
     S' must be S with the attention of some layers deleted (values zero), or one layer with all heads of S in parallel.
+    `parts` has, for each layer, the bound on the contribution of each of its heads alone.
     """
-    kept = _kept_layers(network, surrogate)
-    if kept is None:
-        return _parallel(network, radius)
-    state = torch.full((network.dim,), radius, dtype=torch.float64)
-    other, apart = state, torch.zeros_like(state)
-    parts, norms = [], Norms()
-    for k, layer in enumerate(network):
-        if k in kept:
-            moved = _attention_apart(network, k, state, other, apart, norms)
-            parts.append(torch.zeros(layer.heads, network.dim, dtype=torch.float64))
-        else:
-            moved = _attention_size(network, k, state, norms)
-            parts.append(weighted_per_head(state.expand(layer.heads, -1), _value(layer)))
-        carried = apart if network.skip else torch.zeros_like(apart)
-        apart = _token_map_apart(network, layer, add_up(carried, moved))
-        state = _grow(network, layer, state)
-        # Without skips and MLP the output of a deleted layer is 0; the previous bound of S' is kept, which is larger.
-        if k in kept:
-            other = _grow(network, layer, other)
-        elif layer.mlp is not None:
-            other = _token_map(network, layer, other if network.skip else torch.zeros_like(other))
-        apart = torch.minimum(apart, add_up(state, other))
-    return Deletion(apart, tuple(parts), norms)
+
+    def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
+        """As in the base class."""
+        kept = _kept_layers(comparison.network, comparison.surrogate)
+        layers = DeletedLayers(comparison.network, A)
+        start = A.zeros(comparison.network.dim) + comparison.radius
+        value, parts = layers.parallel(start) if kept is None else layers.deleted(start, kept)
+        # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers the ball.
+        note = "tokens of bounded length were taken as a box of the same radius"
+        return Bound(value, parts, ("deletion",), () if comparison.inputs.kind == "box" else (note,))
+
+
+class DeletedLayers:
+    """The bounds of the layers of S in an arithmetic; `start` is the bound on |X|."""
+
+    def __init__(self, network: SelfAttentionNetwork, A: BoundArithmetic) -> None:
+        self.network, self.A = network, A
+        self.V = [A.exact(layer.value.detach()) for layer in network]
+        self.W = [(A.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale for layer in network]
+
+    def deleted(self, start: Upper, kept: set[int]) -> tuple[Upper, list[Upper]]:
+        """Bound |S − S'| where S' keeps the attention of some layers."""
+        network, zero = self.network, self.A.zeros(self.network.dim)
+        state, other, apart, parts = start, start, zero, []
+        for k, layer in enumerate(network):
+            if k in kept:
+                moved = self._attention_apart(k, state, other, apart)
+                parts.append(self.A.zeros(layer.heads, network.dim))
+            else:
+                moved = self._attention_size(k, state)
+                parts.append(through(state, self.V[k]))
+            apart = self._token_map_apart(layer, (apart + moved) if network.skip else moved)
+            state = self._grow(k, state)
+            # Without skips and MLP the output of a deleted layer is 0; the previous bound of S' is kept, it is larger.
+            if k in kept:
+                other = self._grow(k, other)
+            elif layer.mlp is not None:
+                other = self._token_map(layer, other if network.skip else zero)
+            apart = apart.least(state + other)
+        return apart, parts
+
+    def parallel(self, start: Upper) -> tuple[Upper, list[Upper]]:
+        """Bound |S − S'| for S' = X + Σ attention_ℓh(X).
+
+        Layer ℓ reads X instead of X_ℓ, and |X_ℓ − X| ≤ Σ_{k<ℓ} |attention_k(X_k)|.
+        """
+        zero = self.A.zeros(self.network.dim)
+        state, apart, value, parts = start, zero, zero, []
+        for k, layer in enumerate(self.network):
+            moved = self._attention_apart(k, state, start, apart)
+            value = value + moved
+            parts.append(moved.expand(layer.heads, -1) / float(layer.heads))
+            apart, state = apart + self._attention_size(k, state), self._grow(k, state)
+        return value, parts
+
+    def _norm(self, left: Upper, k: int, right: Upper) -> Upper:
+        """Bound ‖diag(left) W_h diag(right)‖_{∞→1} for every head."""
+        return self.A.sign_norm(self.W[k] * self.A.interval(left)[:, None] * self.A.interval(right))
+
+    def _attention_size(self, k: int, state: Upper) -> Upper:
+        """Bound |Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|)."""
+        V, alone = self.V[k], through(state, self.V[k])
+        together = (state[None] @ V.sum(0).size())[0] + (self._uneven(k, state)[:, None] * alone).sum(0)
+        return alone.sum(0).least(together)
+
+    def _attention_apart(self, k: int, state: Upper, other: Upper, apart: Upper) -> Upper:
+        """Bound |Σ_h (P_h X − P'_h X') V_h|, using P X − P'X' = P(X − X') + (P − P')X'.
+
+        The term P(X − X') is bounded head by head by δ, or for all heads together about M as in `_attention_size`.
+        """
+        V, d_theta = self.V[k], (self._norm(apart, k, state) + self._norm(other, k, apart)) * 2.0
+        turned = ((d_theta / 4.0).tanh() * 2.0)[:, None] * other
+        alone = through((apart + turned).least(state + other), V).sum(0)
+        uneven = self._uneven(k, state)[:, None] * apart
+        return alone.least((apart[None] @ V.sum(0).size())[0] + through(turned + uneven, V).sum(0))
+
+    def _uneven(self, k: int, state: Upper) -> Upper:
+        """Bound 2·TV(row of P_h, row of M) ≤ 2 tanh(θ_h/4) with θ_h = 2‖diag(s) W_h diag(s)‖."""
+        return (self._norm(state, k, state) * 2.0 / 4.0).tanh() * 2.0
+
+    def _grow(self, k: int, state: Upper) -> Upper:
+        """Bound |X_{ℓ+1}| from |X_ℓ| ≤ s."""
+        mixed = through(state, self.V[k]).sum(0)
+        return self._token_map(self.network[k], (state + mixed) if self.network.skip else mixed)
+
+    def _token_map(self, layer: Layer, t: Upper) -> Upper:
+        """Bound |f(y)| ≤ (t|W_in| + |b_in|)|W_out| + |b_out| for |y| ≤ t, as |act(z)| ≤ |z|; plus t with a skip."""
+        if layer.mlp is None:
+            return t
+        w_in, b_in, w_out, b_out = (self.A.upper(w.detach().abs()) for w in layer.mlp.parameters())
+        out = total((t[None] @ w_in)[0], b_in)[None] @ w_out
+        return total(out[0], b_out, *([t] if self.network.mlp_skip else []))
+
+    def _token_map_apart(self, layer: Layer, apart: Upper) -> Upper:
+        """Bound |f(y) − f(y')| ≤ λ|y − y'||W_in||W_out|; plus |y − y'| with an MLP skip."""
+        if layer.mlp is None:
+            return apart
+        w_in, _, w_out, _ = (self.A.upper(w.detach().abs()) for w in layer.mlp.parameters())
+        out = ((apart[None] @ w_in * STEEPEST[self.network.activation]) @ w_out)[0]
+        return out + apart if self.network.mlp_skip else out
+
+
+def through(g: Upper, M: Enclosed) -> Upper:
+    """Bound g_h|M_h| for every head h; g may be the same for all."""
+    heads, m, _ = M.shape
+    return (g.expand(heads, m)[:, None, :] @ M.size())[:, 0, :]
 
 
 def deletion_applies(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:
@@ -102,87 +152,6 @@ def _kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork)
             return None
         return _kept_without_mlp(network, surrogate)
     return _kept_with_mlp(network, surrogate)
-
-
-def _parallel(network: SelfAttentionNetwork, radius: float) -> Deletion:
-    """Bound |S − S'| for S' = X + Σ attention_ℓh(X).
-
-    Layer ℓ reads X instead of X_ℓ, and |X_ℓ − X| ≤ Σ_{k<ℓ} |attention_k(X_k)|.
-    """
-    start = torch.full((network.dim,), radius, dtype=torch.float64)
-    state, apart, value, parts = start, torch.zeros_like(start), torch.zeros_like(start), []
-    norms = Norms()
-    for k, layer in enumerate(network):
-        moved = _attention_apart(network, k, state, start, apart, norms)
-        value = add_up(value, moved)
-        parts.append(moved.expand(layer.heads, -1) / layer.heads)
-        apart, state = add_up(apart, _attention_size(network, k, state, norms)), _grow(network, layer, state)
-    return Deletion(value, tuple(parts), norms)
-
-
-def _attention_size(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) -> Vector:
-    """Bound |Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|)."""
-    V, uneven = _value(network[k]), _uneven(network, k, state, norms)
-    together = add_up(_row(state, V.sum(0).abs_up()), weighted(mul_up(uneven[:, None], state), V))
-    return torch.fmin(weighted(state.expand(network[k].heads, -1), V), together)
-
-
-def _attention_apart(
-    network: SelfAttentionNetwork, k: int, state: Vector, other: Vector, apart: Vector, norms: Norms
-) -> Vector:
-    """Bound |Σ_h (P_h X − P'_h X') V_h|, using P X − P'X' = P(X − X') + (P − P')X'.
-
-    The term P(X − X') is bounded head by head by δ, or for all heads together about M as in `_attention_size`.
-    """
-    V, W = _value(network[k]), _scores(network, network[k])
-    d_theta = 2.0 * add_up(norms(f"{k}.query", apart, W, state), norms(f"{k}.key", other, W, apart))
-    turned = mul_up(2.0 * tanh_up(d_theta / 4.0)[:, None], other)
-    alone = weighted(torch.fmin(add_up(apart, turned), add_up(state, other)), V)
-    uneven = mul_up(_uneven(network, k, state, norms)[:, None], apart)
-    together = add_up(_row(apart, V.sum(0).abs_up()), weighted(add_up(turned, uneven), V))
-    return torch.fmin(alone, together)
-
-
-def _uneven(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) -> PerHead:
-    """Bound 2·TV(row of P_h, row of M) ≤ 2 tanh(θ_h/4) with θ_h = 2‖diag(s) W_h diag(s)‖."""
-    return 2.0 * tanh_up(2.0 * norms(f"{k}.theta", state, _scores(network, network[k]), state) / 4.0)
-
-
-def _scores(network: SelfAttentionNetwork, layer: Layer) -> Enclosure:
-    return (Enclosure.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale
-
-
-def _value(layer: Layer) -> Enclosure:
-    return Enclosure.exact(layer.value.detach())
-
-
-def _grow(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> Vector:
-    """Bound |X_{ℓ+1}| from |X_ℓ| ≤ s."""
-    mixed = weighted(state.expand(layer.heads, -1), _value(layer))
-    return _token_map(network, layer, add_up(state, mixed) if network.skip else mixed)
-
-
-def _token_map(network: SelfAttentionNetwork, layer: Layer, t: Vector) -> Vector:
-    """Bound |f(y)| ≤ (t|W_in| + |b_in|)|W_out| + |b_out| for |y| ≤ t, as |act(z)| ≤ |z|; plus t with an MLP skip."""
-    if layer.mlp is None:
-        return t
-    mlp = layer.mlp
-    hidden = add_up(_row(t, mlp.w_in), mlp.b_in.detach().abs())
-    out = add_up(_row(hidden, mlp.w_out), mlp.b_out.detach().abs())
-    return add_up(out, t) if network.mlp_skip else out
-
-
-def _token_map_apart(network: SelfAttentionNetwork, layer: Layer, apart: Vector) -> Vector:
-    """Bound |f(y) − f(y')| ≤ λ|y − y'||W_in||W_out|; plus |y − y'| with an MLP skip."""
-    if layer.mlp is None:
-        return apart
-    hidden = mul_up(STEEPEST[network.activation], _row(apart, layer.mlp.w_in))
-    out = _row(hidden, layer.mlp.w_out)
-    return add_up(out, apart) if network.mlp_skip else out
-
-
-def _row(t: Float[Tensor, " m"], weight: Float[Tensor, "m n"]) -> Float[Tensor, " n"]:
-    return nonnegative_matmul_up(t[None], weight.detach().abs())[0]
 
 
 def _all_heads_kept(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:

@@ -4,28 +4,21 @@ To first order in the scores, coordinate a of row i of the error is
 
     Σ_b x_b ⟨T_a[b], C⟩ + Σ_b m_b ⟨Tᵐ_a[b], C⟩,     m = mean(X),  C = cov(X).
 
-The tensors T and Tᵐ are summed over all layers and heads before any bound is taken.
+The tensors T and Tᵐ are summed over all layers and heads before any bound is taken. This is the bound on a box and on a
+ball; `pair_lead` has that on a finite set of points.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.base.array_record import ArrayRecord
-from depthgauge.theory.linalg.enclosures import Enclosure, spectral_norm_up
-from depthgauge.theory.linalg.rounding import (
-    TINY,
-    add_up,
-    div_up,
-    gamma,
-    mul_up,
-    nonnegative_matmul_up,
-    nonnegative_sum_up,
-    sqrt_up,
-)
+from depthgauge.base.errors import VerificationError
+from depthgauge.theory.certificates.squares import STEPS as SQUARE_STEPS
+from depthgauge.theory.certificates.squares import Multipliers, optimise_multipliers, scale_tensor, squared_form
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Upper, total
 from depthgauge.theory.linalg.small_matrices import Adam
 
 STEPS = 40
@@ -34,183 +27,194 @@ CHUNK_ENTRIES = 2**22
 """Number of tensor entries that are formed at a time (32 MB)."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Rank1Sum(ArrayRecord):
+class Rank1Sum:
     """The tensor T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e) and stored as its factors."""
 
-    left: Enclosure
-    right: Enclosure
+    def __init__(self, A: BoundArithmetic, left: Enclosed, right: Enclosed) -> None:
+        self.A, self.left, self.right = A, left, right
 
     @staticmethod
-    def join(*parts: "Rank1Sum") -> "Rank1Sum":
-        """Return the sum of several tensors."""
-        return Rank1Sum(Enclosure.cat([p.left for p in parts]), Enclosure.cat([p.right for p in parts]))
+    def join(A: BoundArithmetic, width: int, parts: "Iterable[Rank1Sum]") -> "Rank1Sum":
+        """Return the sum of several tensors, which may be none; `width` is d."""
+        none = A.exact(torch.zeros(0, width, width, dtype=torch.float64))
+        found = [part for part in parts if part.terms]
+        if not found:
+            return Rank1Sum(A, none, none)
+        return Rank1Sum(A, A.cat([part.left for part in found]), A.cat([part.right for part in found]))
 
     def heads(self, chosen: Sequence[int]) -> "Rank1Sum":
         """Return the sum over the chosen terms r only."""
-        return Rank1Sum(self.left.at(chosen), self.right.at(chosen))
+        return Rank1Sum(self.A, self.left[list(chosen)], self.right[list(chosen)])
 
     def negated(self) -> "Rank1Sum":
         """Return −T."""
-        return Rank1Sum(-self.left, self.right)
+        return Rank1Sum(self.A, -self.left, self.right)
+
+    def read(self, readout: Enclosed | None) -> "Rank1Sum":
+        """Return the tensor for the output times R with a readout R."""
+        return self if readout is None else Rank1Sum(self.A, self.left, self.right @ readout)
 
     @property
     def terms(self) -> int:
         """The number of terms r."""
-        return len(self.left.mid)
+        return self.left.shape[0]
 
     def slices(self, coordinates: Tensor) -> Float[Tensor, "a d d d"]:
-        """Return T_a[b; c, e] for the given coordinates a, in floating point; `slack` bounds the rounding error."""
+        """Return T_a[b; c, e] for the given coordinates a, approximately."""
         r, d, _ = self.left.shape
         A = len(coordinates)
-        product = self.left.mid.reshape(r, d * d).mT @ self.right.mid[:, :, coordinates].reshape(r, d * A)
+        right = self.right.floats()[:, :, coordinates]
+        product = self.left.floats().reshape(r, d * d).mT @ right.reshape(r, right.shape[1] * A)
         tensor = product.reshape(d, d, d, A).permute(3, 0, 1, 2)
         return ((tensor + tensor.mT) * 0.5).contiguous()
 
-    def slack(
-        self, coordinates: Tensor, left: Float[Tensor, "a d"], right: Float[Tensor, "a d"]
-    ) -> Float[Tensor, " a"]:
-        """Bound ‖F_a − D_left T_a (D_right ⊗ D_right)‖_F, where F = `scale_tensor(slices(coordinates), left, right)`.
+    def at(self, coordinates: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Enclosed:
+        """Return D_left T_a (D_right ⊗ D_right), [a, d, d, d], for the coordinates a, or T_a without scalings.
 
-        Write l, w for the two scalings and |L_r|, |R_r| for bounds on the factors. An entry of F takes at most r + 6
-        roundings (r products and sums, one sum of the symmetrisation, three scalings), so without underflow
-
-            |F − T̃|[b, c, e] ≤ γ_{r+6} Σ_r l_b |L_r|[b, c] w_c · w_e |R_r|[e, a]      (symmetrised in c, e),
-
-        and the Frobenius norm of a term is the product ‖D_l |L_r| D_w‖_F · ‖D_w |R_r| e_a‖₂. Replacing a factor by
-        another member of its enclosure adds at most rad(L_r)|R_r| + |L_r| rad(R_r), which has norms of the same form.
-
-        Underflow adds at most τ = 2⁻¹⁰⁷⁴ (`TINY`) per multiplication; sums do not underflow. The r products and the
-        halving put at most (r + 1)τ into an entry of the slice. The three scalings multiply this error and add τ
-        each, so that in all an entry is off by at most
-
-            (((r + 1)τ·l_b + τ)w_c + τ)w_e + τ ≤ (r + 1)τ(1 + l)(1 + w)²,     l = max_b l_b,  w = max_c w_c,
-
-        times (1 + u)⁵ < 2 for the roundings after it. There are d³ entries and √(d³) ≤ d², which makes the Frobenius
-        norm of this part at most 2(r + 1)d²τ(1 + l)(1 + w)²; the code uses twice that.
+        Args:
+            coordinates: the a.
+            left: the diagonal of D_left for each of them, [a, d].
+            right: the diagonal of D_right for each of them, [a, d].
         """
         r, d, _ = self.left.shape
-        l_size, r_size = self.left.abs_up(), self.right.abs_up()[:, :, coordinates]
-        r_rad = self.right.rad[:, :, coordinates]
-        rows, columns = mul_up(left, left), mul_up(right, right)
-        whole_left, whole_right = _left_norms(l_size, rows, columns), _right_norms(r_size, columns)
-        rad_left, rad_right = _left_norms(self.left.rad, rows, columns), _right_norms(r_rad, columns)
-        rounding = mul_up(mul_up(gamma(r + 6), whole_left), whole_right)
-        enclosing = add_up(mul_up(rad_left, whole_right), mul_up(whole_left, rad_right))
-        most_left, most_right = add_up(1.0, left.amax(-1)), add_up(1.0, right.amax(-1))
-        underflow = mul_up(4.0 * (r + 1) * d * d * TINY, mul_up(most_left, mul_up(most_right, most_right)))
-        return add_up(nonnegative_sum_up(add_up(rounding, enclosing), -1), underflow)
+        factor, other = self.left.permute(1, 2, 0), self.right[:, :, coordinates].permute(2, 0, 1)
+        if left is None or right is None:
+            made = self.left.reshape(r, d * d).mT @ other.permute(1, 2, 0).reshape(r, d * len(coordinates))
+            made = made.reshape(d, d, d, len(coordinates)).permute(3, 0, 1, 2)
+        else:
+            first = factor[None] * left[:, :, None, None] * right[:, None, :, None]
+            made = first.reshape(len(coordinates), d * d, r) @ (other * right[:, None, :])
+            made = made.reshape(len(coordinates), d, d, d)
+        return (made + made.mT) * 0.5
 
 
-def _left_norms(
-    size: Float[Tensor, "r d d"], rows: Float[Tensor, "a d"], columns: Float[Tensor, "a d"]
-) -> Float[Tensor, "a r"]:
-    """Bound ‖D_left |left_r| D_right‖_F for every a and r; `rows` and `columns` are the squared scalings."""
-    inner = nonnegative_matmul_up(rows, mul_up(size, size))  # [r, a, c]
-    return sqrt_up(nonnegative_sum_up(mul_up(inner, columns), -1)).mT
+@runtime_checkable
+class Lead(Protocol):
+    """A bound on a leading term: `value` per coordinate, and `sharper` for one of them where `can_sharpen`.
 
-
-def _right_norms(size: Float[Tensor, "r d a"], columns: Float[Tensor, "a d"]) -> Float[Tensor, "a r"]:
-    """Bound ‖D_right |right_r|[:, a]‖₂ for every a and r."""
-    return sqrt_up(nonnegative_sum_up(mul_up(mul_up(size, size), columns.mT), 1)).mT
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LeadBound(ArrayRecord):
-    """Upper bounds B_a on the leading term, with the scalings D_u^{-½} and D_w^{-½} that prove them."""
-
-    value: Float[Tensor, " d"]
-    row_scale: Float[Tensor, "d d"]
-    column_scale: Float[Tensor, "d d"]
-
-
-def scale_tensor(
-    T: Float[Tensor, "a d d d"], left: Float[Tensor, "a d"], right: Float[Tensor, "a d"]
-) -> Float[Tensor, "a d d d"]:
-    """Return D_left T_a (D_right ⊗ D_right), in floating point."""
-    return T * left[:, :, None, None] * right[:, None, :, None] * right[:, None, None, :]
-
-
-def scaled_norm(
-    tensor: Rank1Sum,
-    T: Float[Tensor, "a d d d"],
-    coordinates: Tensor,
-    left: Float[Tensor, "a d"],
-    right: Float[Tensor, "a d"],
-) -> Float[Tensor, " a"]:
-    """Bound ‖D_left T_a (D_right ⊗ D_right)‖₂, T_a read as a d × d² matrix; `T` is `tensor.slices(coordinates)`.
-
-    ‖T̃‖₂ ≤ ‖F‖₂ + ‖T̃ − F‖_F, where F is the scaled tensor in floating point.
+    With `is_slow`, a coordinate is sharpened only where the bound can become the smallest one.
     """
-    return add_up(spectral_norm_up(scale_tensor(T, left, right).flatten(2)), tensor.slack(coordinates, left, right))
+
+    value: Upper
+    can_sharpen: bool
+    is_slow: bool
+
+    def sharper(self, a: int) -> Upper:
+        """Return a smaller bound for coordinate a."""
 
 
-def inverse_square_sum(scale: Float[Tensor, "a d"]) -> Float[Tensor, " a"]:
-    """Bound Σ_i 1/scale_i², which is Σu for scale = D_u^{-½}."""
-    return nonnegative_sum_up(div_up(div_up(1.0, scale), scale), -1)
+def sharpened(A: BoundArithmetic, plain: Upper, beyond: Upper, leads: Sequence[Lead]) -> tuple[Upper, set[int]]:
+    """Return the joint bound, the sum of the leads and of what is beyond them, and the coordinates made sharper.
+
+    A coordinate is sharpened where the bound is the largest of all, until that is sharp.
+    """
+    joint, done = total(beyond, *(lead.value for lead in leads)), set[int]()
+    able = bool(leads) and all(lead.can_sharpen for lead in leads)
+
+    def worst() -> int | None:
+        joint_, plain_ = joint.floats(), plain.floats()
+        a = int(torch.fmin(joint_, plain_).argmax())
+        too_slow = bool(plain_[a] <= joint_[a]) and any(lead.is_slow for lead in leads)
+        return None if a in done or too_slow or not bool(joint_[a].isfinite()) else a
+
+    while able and (a := A.choose("a coordinate to sharpen", worst)) is not None:
+        found = joint[a].least(total(beyond[a], *(lead.sharper(a) for lead in leads)))
+        joint = A.cat([joint[:a], found.reshape(1), joint[a + 1 :]])
+        done.add(a)
+    return joint, done
 
 
-def cubic_maximum(p: Tensor, q: Tensor, radius: float) -> Tensor:
+def cubic_maximum(A: BoundArithmetic, p: Upper, q: Upper, radius: float) -> Upper:
     """Bound max f(μ) = (p + qμ)(φ² − μ²) over 0 ≤ μ ≤ φ, for p, q ≥ 0; `radius` is φ.
 
     f″ = −2p − 6qμ ≤ 0, so f(μ) ≤ f(μ₀) + |f′(μ₀)|φ for every μ₀ in [0, φ], f′(μ) = q(φ² − μ²) − 2μ(p + qμ).
     The maximiser is μ₀ = (√(p² + 3q²φ²) − p)/(3q) = φ²q/(p + √(p² + 3q²φ²)), computed in floating point.
     """
-    guess = radius * radius * q / (p + (p * p + 3.0 * q * q * radius * radius).sqrt())
-    mu = guess.nan_to_num(nan=0.0).clamp(0.0, radius)
-    P, Q, M, R = Enclosure.exact(p), Enclosure.exact(q), Enclosure.exact(mu), Enclosure.exact(radius)
-    level, height = P + Q * M, R * R - M * M
-    slope = Q * height - M * level * 2.0
-    return add_up((level * height).upper(), mul_up(slope.abs_up(), radius))
+
+    def maximiser() -> Tensor:
+        p_, q_ = p.floats(), q.floats()
+        guess = radius * radius * q_ / (p_ + (p_ * p_ + 3.0 * q_ * q_ * radius * radius).sqrt())
+        return guess.nan_to_num(nan=0.0).clamp(0.0, radius)
+
+    P, Q, mu, R = A.interval(p), A.interval(q), A.exact(A.choose("a point", maximiser)), A.exact(radius)
+    level, height = P + Q * mu, R * R - mu * mu
+    slope = Q * height - mu * level * 2.0
+    return (level * height).top() + slope.size() * radius
 
 
-def assemble(
-    sigma: Float[Tensor, " a"],
-    sigma_m: Float[Tensor, " a"],
-    row_scale: Float[Tensor, "a d"],
-    column_scale: Float[Tensor, "a d"],
-    radius: float,
-    kind: str,
-) -> Float[Tensor, " a"]:
-    """Compute B_a = max_μ (p + qμ)(φ² − μ²)·Σw with p = σφ√Σu and q = σ_m√Σw on the box.
+class ConvexLead:
+    """Bounds B_a on the leading term for every coordinate a, on a box or a ball.
 
-    On the ball B_a = max_μ (σr + σ_mμ)(r² − μ²), without scalings.
+    With p = σφ√Σu and q = σ_m√Σw on the box, where σ and σ_m are the norms of the scaled tensors, B_a is the smaller
+    one of max_μ (p + qμ)(φ² − μ²)·Σw and φ³(Σ|T_a| + Σ|Tᵐ_a|). On the ball it is max_μ (σr + σ_mμ)(r² − μ²), without
+    scalings. All scalings u, w > 0 are sound.
     """
-    if kind == "ball":
-        return cubic_maximum(mul_up(sigma, radius), sigma_m, radius)
-    mass_u, mass_w = inverse_square_sum(row_scale), inverse_square_sum(column_scale)
-    p, q = mul_up(mul_up(sigma, radius), sqrt_up(mass_u)), mul_up(sigma_m, sqrt_up(mass_w))
-    return mul_up(cubic_maximum(p, q, radius), mass_w)
+
+    is_slow = True
+
+    def __init__(self, A: BoundArithmetic, T: Rank1Sum, Tm: Rank1Sum, radius: float, kind: str, steps: int) -> None:
+        self.A, self.T, self.Tm, self.radius, self.is_box = A, T, Tm, radius, kind == "box"
+        self.can_sharpen = bool(T.terms)
+        self._start: Multipliers | None = None
+        d = T.left.shape[-1]
+        values, self.scales = [], []
+        width = max(1, CHUNK_ENTRIES // d**3)
+        for start in range(0, d, width):
+            coordinates = torch.arange(start, min(start + width, d))
+            rows, columns = A.choose("scalings of a lead", lambda c=coordinates: self._scalings(c, steps))  # type: ignore[misc]
+            require_scalings(rows, columns, (len(coordinates), d))
+            sigma, sigma_m = (
+                A.spectral_norm(tensor.at(coordinates, side, columns).reshape(-1, d, d * d))
+                for tensor, side in ((T, rows), (Tm, columns))
+            )
+            value = self._assemble(sigma, sigma_m, rows, columns)
+            if self.is_box:
+                entries = T.at(coordinates).size().sum((-3, -2, -1)) + Tm.at(coordinates).size().sum((-3, -2, -1))
+                value = value.least(entries * radius * radius * radius)
+            values.append(value)
+            self.scales += [(rows[i], columns[i]) for i in range(len(coordinates))]
+        self.value: Upper = A.cat(values)
+
+    def _scalings(self, coordinates: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """Return D_u^{-½} and D_w^{-½} for some coordinates."""
+        t, tm = self.T.slices(coordinates), self.Tm.slices(coordinates)
+        return optimise_scalings(t, tm, self.radius, steps if self.is_box else 0)
+
+    def _assemble(self, sigma: Upper, sigma_m: Upper, rows: Tensor, columns: Tensor) -> Upper:
+        if not self.is_box:
+            return cubic_maximum(self.A, sigma * self.radius, sigma_m, self.radius)
+        mass_u, mass_w = ((self.A.upper(1.0) / scale / scale).sum(-1) for scale in (rows, columns))
+        p, q = sigma * self.radius * mass_u.sqrt(), sigma_m * mass_w.sqrt()
+        return cubic_maximum(self.A, p, q, self.radius) * mass_w
+
+    def sharper(self, a: int) -> Upper:
+        """Return B_a with the sum of squares in place of ‖T_a‖₂ (docs/math.md §3.5).
+
+        The search for α and ν starts from those of the coordinate before, or from typical values.
+        """
+        d, coordinate, scales = self.T.left.shape[-1], torch.tensor([a]), self.scales[a]
+
+        def multipliers() -> Multipliers:
+            t = self.T.slices(coordinate)
+            size = float(scale_tensor(t, scales[0][None], scales[1][None]).square().sum())
+            alpha, relative = (0.15, 0.07 / d) if self._start is None else self._start[:2]
+            start = Multipliers(alpha, relative, relative * size, *scales)
+            self._start = optimise_multipliers(t[0], start, SQUARE_STEPS, scalings=self.is_box)
+            return self._start
+
+        used = self.A.choose("multipliers", multipliers)
+        rows, columns = used.row_scale[None], used.column_scale[None]
+        require_scalings(rows, columns, (1, d))
+        form = squared_form(self.A, self.T.at(coordinate, rows, columns)[0], used.alpha, used.nu)
+        sigma = self.A.largest_eigenvalue(form[None]).sqrt()
+        sigma_m = self.A.spectral_norm(self.Tm.at(coordinate, columns, columns).reshape(1, d, d * d))
+        return self._assemble(sigma, sigma_m, rows, columns)[0]
 
 
-def lead_bound(T: Rank1Sum, Tm: Rank1Sum, radius: float, kind: str = "box", steps: int = STEPS) -> LeadBound:
-    """Compute B_a for every coordinate a; on the box the smaller of `assemble` and φ³(Σ|T_a| + Σ|Tᵐ_a|)."""
-    d = T.left.shape[-1]
-    values, rows, columns = [], [], []
-    width = max(1, CHUNK_ENTRIES // d**3)
-    for start in range(0, d, width):
-        coordinates = torch.arange(start, min(start + width, d))
-        t, tm = T.slices(coordinates), Tm.slices(coordinates)
-        row_scale, column_scale = optimise_scalings(t, tm, radius, steps if kind == "box" else 0)
-        sigma = scaled_norm(T, t, coordinates, row_scale, column_scale)
-        sigma_m = scaled_norm(Tm, tm, coordinates, column_scale, column_scale)
-        value = assemble(sigma, sigma_m, row_scale, column_scale, radius, kind)
-        if kind == "box":
-            entries = add_up(_entry_sum(T, t, coordinates), _entry_sum(Tm, tm, coordinates))
-            value = torch.fmin(value, mul_up(entries, mul_up(mul_up(radius, radius), radius)))
-        values.append(value)
-        rows.append(row_scale)
-        columns.append(column_scale)
-    return LeadBound(torch.cat(values), torch.cat(rows), torch.cat(columns))
-
-
-def _entry_sum(tensor: Rank1Sum, T: Float[Tensor, "a d d d"], coordinates: Tensor) -> Float[Tensor, " a"]:
-    """Bound Σ_bce |T_a[b; c, e]| ≤ Σ|F| + d^{3/2}‖T_a − F‖_F (Cauchy–Schwarz), F = `T` the slices as computed."""
-    d = T.shape[-1]
-    ones = torch.ones(T.shape[:2], dtype=torch.float64)
-    return add_up(
-        nonnegative_sum_up(T.abs(), (-3, -2, -1)), mul_up(sqrt_up(float(d**3)), tensor.slack(coordinates, ones, ones))
-    )
+def require_scalings(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> None:
+    """Raise VerificationError unless recorded scalings have a number for every row and column."""
+    if not rows.shape == columns.shape == shape:
+        raise VerificationError(f"the recorded scalings do not have the shape {list(shape)}")
 
 
 def optimise_scalings(

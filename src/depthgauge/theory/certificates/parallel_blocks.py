@@ -10,100 +10,66 @@ sum over the heads. To second order the two sums are averages over pairs of toke
     ψ_A(t, u) = Σ_ℓ [ Σ_{k<ℓ} ā_k(u) + m_k(t)] Dn(t) V_ℓ,
     ψ_M(t, u) = Σ_ℓ [−Σ_{k>ℓ} ā_k(u) + Σ_{k<ℓ} m_k(t)] Dm_ℓ(t),
 
-which are bounded over all pairs, all layers together. Only what is beyond them is bounded by norms, layer by layer.
+which are bounded over all pairs, all layers together. Only what is beyond them is bounded by norms, layer by layer. The
+average over u includes t itself with a weight of at least 1/n for at most n tokens.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
-from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
-from depthgauge.theory.certificates.activations import CURVATURE, activation_and_slope
-from depthgauge.theory.certificates.ball import column_lengths
-from depthgauge.theory.certificates.box import PartsByLayer, PerHead, Vector, first_lost, total
 from depthgauge.theory.certificates.compared_networks import Comparison
-from depthgauge.theory.certificates.deletion import STEEPEST
-from depthgauge.theory.certificates.read_tokens import PerToken, ReadTokens, diameter, lengths
+from depthgauge.theory.certificates.method import Bound, Method
+from depthgauge.theory.certificates.read_tokens import ReadTokens, column_lengths, diameter, lengths
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.enclosures import Enclosure, frobenius_norm_up, spectral_norm_up
-from depthgauge.theory.linalg.rounding import (
-    TINY,
-    add_up,
-    gamma,
-    mul_up,
-    no_bound,
-    nonnegative_matmul_up,
-    nonnegative_sum_up,
-    sqrt_up,
-    sub_up,
-    tanh_up,
-)
+from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, BoundArithmetic, Enclosed, Upper, total
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
 ENTRIES = 2**22
 """Entries of an array that are computed at a time (32 MB)."""
 
-TokenVectors = Float[Tensor, "v d"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ParallelProof:
-    """An upper bound on |S − S'| per output coordinate; `head_parts` has a bound for each attention head alone."""
-
-    value: Vector
-    head_parts: PartsByLayer
-    notes: tuple[str, ...]
-    methods = ("parallel",)
-
-    @property
-    def lost_at(self) -> int:
-        """The first layer whose parts are not finite, or the last layer."""
-        return first_lost(self.head_parts)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FoldedLayer(ArrayRecord):
+class FoldedLayer:
     """A layer that reads n(x): gain and bias of LayerNorm are in its weights. Without MLP, that of weight 0.
 
     Scores are (n(x_i)W_h + q_h)·n(x_j), outputs n(x)V_h and o; W and V are [H, d, d], q is [H, 1, d], o is [1, d].
     """
 
-    W: Enclosure
-    q: Enclosure
-    V: Enclosure
-    o: Enclosure
-    w_in: Enclosure
-    b_in: Enclosure
-    w_out: Enclosure
-    b_out: Enclosure
+    W: Enclosed
+    q: Enclosed
+    V: Enclosed
+    o: Enclosed
+    w_in: Enclosed
+    b_in: Enclosed
+    w_out: Enclosed
+    b_out: Enclosed
 
     @staticmethod
-    def of(network: SelfAttentionNetwork, layer: Layer) -> "FoldedLayer":
+    def of(A: BoundArithmetic, network: SelfAttentionNetwork, layer: Layer) -> "FoldedLayer":
         """Fold the norms of a layer into its weights."""
         one = torch.ones(2, network.dim, 1, dtype=torch.float64)
         gain = one if layer.norm_weight is None else layer.norm_weight.detach()[..., None]
         bias = torch.zeros_like(one).mT if layer.norm_bias is None else layer.norm_bias.detach()[:, None, :]
-        query, key, value = (Enclosure.exact(w.detach()) for w in (layer.query, layer.key, layer.value))
-        row, o = Enclosure.exact(bias[0]) @ query, Enclosure.exact(bias[0]) @ value.sum(0)
+        query, key, value = (A.exact(w.detach()) for w in (layer.query, layer.key, layer.value))
+        row, o = A.exact(bias[0]) @ query, A.exact(bias[0]) @ value.sum(0)
         row = row if layer.query_bias is None else row + layer.query_bias.detach()[:, None, :]
         o = o if layer.output_bias is None else o + layer.output_bias.detach()
         keys = (key * gain[0]).mT * network.scale
         attention = (query * gain[0]) @ keys, row @ keys, value * gain[0], o
         if layer.mlp is None:
-            column = Enclosure.exact(torch.zeros_like(one[0]))
-            return FoldedLayer(*attention, column, Enclosure.exact(torch.zeros(1, 1).double()), column.mT, column.mT)
+            column = A.exact(torch.zeros_like(one[0]))
+            return FoldedLayer(*attention, column, column[:1], column.mT, column.mT)
         mlp = layer.mlp
-        w_in, b_in, w_out = (Enclosure.exact(w.detach()) for w in (mlp.w_in, mlp.b_in, mlp.w_out))
-        last = Enclosure.exact(mlp.b_out.detach()[None])
-        return FoldedLayer(*attention, w_in * gain[1], Enclosure.exact(bias[1]) @ w_in + b_in, w_out, last)
+        w_in, b_in, w_out = (A.exact(w.detach()) for w in (mlp.w_in, mlp.b_in, mlp.w_out))
+        last = A.exact(mlp.b_out.detach()[None])
+        return FoldedLayer(*attention, w_in * gain[1], A.exact(bias[1]) @ w_in + b_in, w_out, last)
 
 
 class Movements:
@@ -113,160 +79,191 @@ class Movements:
     `mlp` those of ψ_M, up to `loose[ℓ]`, which is still to be multiplied by the columns of the MLP's derivative.
     """
 
-    def __init__(self, network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, read: ReadTokens) -> None:
-        self.read, self.activation = read, network.activation
-        self.layers = [FoldedLayer.of(network, layer) for layer in network]
-        self.V = [layer.V.sum(0) for layer in self.layers]
-        self.hidden = [read.u @ layer.w_in + layer.b_in for layer in self.layers]
-        values, self.slopes = zip(*(activation_and_slope(z, self.activation) for z in self.hidden), strict=True)
-        m = [act @ layer.w_out + layer.b_out for act, layer in zip(values, self.layers, strict=True)]
-        o = [layer.o for layer in self.layers]
+    def __init__(self, comparison: Comparison, A: BoundArithmetic) -> None:
+        network, surrogate, tokens = comparison.network, comparison.surrogate, comparison.inputs
+        assert isinstance(tokens, Tokens)
+        self.A, self.activation, self.unevenness = A, network.activation, tokens.unevenness
+        self.is_single = tokens.length == 1
+        self.read = read = ReadTokens(A, tokens.points(), network)
+        self.layers = layers = [FoldedLayer.of(A, network, layer) for layer in network]
+        self.V = [layer.V.sum(0) for layer in layers]
+        self.hidden = [read.u @ layer.w_in + layer.b_in for layer in layers]
+        values, self.slopes = zip(*(A.activation(z, self.activation) for z in self.hidden), strict=True)
+        m = [act @ layer.w_out + layer.b_out for act, layer in zip(values, layers, strict=True)]
+        o = [layer.o for layer in layers]
         # Sums over the layers before ℓ and from ℓ on, for ℓ = 0, …, L
-        self.V_before, self.o_before, self.m_before = sums(self.V), sums(o), sums(m)
-        self.V_from, self.o_from = sums(self.V[::-1])[::-1], sums(o[::-1])[::-1]
+        self.V_before, self.o_before, self.m_before = (sums(A, x) for x in (self.V, o, m))
+        self.V_from, self.o_from = (sums(A, x[::-1])[::-1] for x in (self.V, o))
         self.reach = self._reach(self.V_before, self.o_before)  # ≥ ‖Σ_k ā_k(u)‖ for all tokens u
         self.reach_from = self._reach(self.V_from, self.o_from)
-        self.own = [lengths(m) for m in self.m_before]
-        every = range(len(network))
-        spreads = [read.u @ layer.V for layer in self.layers]  # [H, v, d]
-        self.ranges = [sub_up(z.upper().amax(-2), z.lower().amin(-2)) for z in spreads]
+        self.own = [lengths(sum_) for sum_ in self.m_before]
+        spreads = [read.u @ layer.V for layer in layers]  # [H, v, d]
+        self.ranges = [high + low for high, low in (z.ends() for z in spreads)]
         self.spread = [diameter(z) for z in spreads]
-        # TV(row of P(X), average) ≤ tanh(θ/4) with θ = max_t ‖n(t)W + q‖ · diameter of n
-        self.queries = [lengths(read.u @ layer.W + layer.q).amax(-1) for layer in self.layers]
-        self.uneven = [tanh_up(mul_up(query, diameter(read.u)) / 4.0) for query in self.queries]
+        # TV(row of P(X), average) ≤ min(tanh(θ/4), 1 − 1/n) with θ = max_t ‖n(t)W + q‖ · diameter of n
+        self.queries = [lengths(read.u @ layer.W + layer.q).amax(-1) for layer in layers]
+        wide = diameter(read.u)
+        self.uneven = [(query * wide / 4.0).tanh().least(self.unevenness) for query in self.queries]
         # ‖a_ℓ(X) − (average of ā_ℓ)‖ ≤ E_ℓ, ‖a_ℓ(x_ℓ) − a_ℓ(X)‖ ≤ G_ℓ, ‖m_ℓ(y_ℓ) − m_ℓ(t)‖ ≤ F_ℓ(t)
-        self.E = [_dot(self.uneven[k], self.spread[k]) for k in every]
-        self.G: list[Tensor] = []
-        self.F: list[PerToken] = []
-        self.attention, self.mlp = torch.zeros_like(read.u.mid), torch.zeros_like(read.u.mid)
-        self.loose: list[PerToken] = []
-        self.head_parts: list[Float[Tensor, "heads d"]] = []
-        mlps = [layer for layer, own in zip(self.layers, network, strict=True) if own.mlp is not None]
-        mine = _join(self.layers, mlps or self.layers[:1])
-        given = FoldedLayer.of(surrogate, surrogate[0])
+        self.E = [(a * b).sum(0) for a, b in zip(self.uneven, self.spread, strict=True)]
+        self.G: list[Upper] = []
+        self.F: list[Upper] = []
+        v, d = tokens.points().shape
+        self.attention, self.mlp, self.start = A.zeros(v, d), A.zeros(v, d), A.zeros(v)
+        self.loose: list[Upper] = []
+        self.head_parts: list[Upper] = []
+        mlps = [layer for layer, own in zip(layers, network, strict=True) if own.mlp is not None]
+        mine, given = self._join(layers, mlps or layers[:1]), FoldedLayer.of(A, surrogate, surrogate[0])
         mixed, self.off = self._mismatch(mine, given)
-        self.start = torch.zeros(len(read.u.mid), dtype=torch.float64)
         self.other = total(self.start, self.reach[-1], *self.E, self.off)
-        self.flat = add_up(mixed, self._mlp_mismatch(mine, given))
-        self.norms = self._norms()
-        for k in every:
+        self.flat = mixed + self._mlp_mismatch(mine, given)
+        weights = [(layer.W, layer.V, V, layer.w_in, layer.w_out) for layer, V in zip(layers, self.V, strict=True)]
+        norms = A.spectral_norms([part for parts in weights for part in parts])
+        self.norms = [norms[start : start + 5] for start in range(0, len(norms), 5)]
+        for k in range(len(network)):
             self._attention(k)
             self._mlp(k)
 
-    def _reach(self, V: list[Enclosure], o: list[Enclosure]) -> Tensor:
+    def _reach(self, V: list[Enclosed], o: list[Enclosed]) -> list[Upper]:
         """Bound ‖n(u)V + o‖ over the tokens u, for every V with its o."""
-        return lengths(self.read.u @ _stacked(V) + _stacked(o)).amax(-1)
-
-    def _norms(self) -> list[tuple[PerHead, PerHead, Tensor, Tensor]]:
-        """Bound ‖W_h‖₂, ‖V_h‖₂, ‖V‖₂ and ‖W_in‖₂‖W_out‖₂ of every layer; rows of zeros make all shapes equal."""
-        layers, heads = self.layers, [len(layer.V.mid) for layer in self.layers]
-        mlps = [_stacked([layer.w_in.mT, layer.w_out]) for layer in layers]
-        parts = [*(layer.W for layer in layers), *(layer.V for layer in layers), _stacked(self.V), *mlps]
-        rows = max(part.shape[1] for part in parts)
-        padded = [Enclosure(*(F.pad(x, (0, 0, 0, rows - x.shape[1])) for x in (p.mid, p.rad))) for p in parts]
-        sizes = [*heads, *heads, len(heads), 2 * len(heads)]
-        *both, whole, mlp = torch.split(spectral_norm_up(Enclosure.cat(padded)), sizes)
-        return list(zip(both[: len(heads)], both[len(heads) :], whole, mul_up(mlp[::2], mlp[1::2]), strict=True))
+        return [lengths(self.read.u @ one + add).amax(-1) for one, add in zip(V, o, strict=True)]
 
     def _attention(self, k: int) -> None:
         """Bound a_k(x_k) − a_k(X) and what is beyond its leading term."""
-        read, layer, (W_norm, V_norm, V_sum_norm, _) = self.read, self.layers[k], self.norms[k]
+        read, layer, (W_norm, V_norm, V_sum_norm, *_) = self.read, self.layers[k], self.norms[k]
         late = total(self.start, *self.E[:k], *self.G, *self.F)
         rho = total(self.reach[k], self.own[k], late)
-        shift = read.shift(rho).amax()
-        queries = 2.0 * add_up(self.queries[k], mul_up(shift, W_norm))
-        turned = tanh_up(mul_up(shift, add_up(diameter(read.u @ layer.W.mT), queries)) / 4.0)
-        uneven = 2.0 * add_up(self.uneven[k], turned).clamp(max=1.0)
-        self.G.append(add_up(_dot(turned, self.spread[k]), mul_up(shift, add_up(V_sum_norm, _dot(uneven, V_norm)))))
-        columns, by_scores = column_lengths(layer.V), mul_up(turned[:, None], self.ranges[k])
-        rests = add_up(by_scores, mul_up(mul_up(shift, uneven)[:, None], columns))
-        self.flat = add_up(self.flat, nonnegative_sum_up(rests, 0))
-        beyond = add_up(read.bend(rho, rho, self.start), mul_up(late, read.steep))
-        self.attention = add_up(self.attention, mul_up(beyond[:, None], column_lengths(self.V[k])))
-        self.head_parts.append(add_up(by_scores, mul_up(shift, columns)))
+        shift = read.shift(rho).amax(0)
+        queries = (self.queries[k] + shift * W_norm) * 2.0
+        turned = (shift * (diameter(read.u @ layer.W.mT) + queries) / 4.0).tanh()
+        turned = turned * 0.0 if self.is_single else turned  # the attention of one token is the identity
+        uneven = (self.uneven[k] + turned).least(self.unevenness) * 2.0
+        values = V_sum_norm + (uneven * V_norm).sum(0)
+        self.G.append((turned * self.spread[k]).sum(0) + shift * values)
+        columns, by_scores = column_lengths(layer.V), turned[:, None] * self.ranges[k]
+        self.flat = self.flat + (by_scores + (shift * uneven)[:, None] * columns).sum(0)
+        beyond = read.bend(rho, rho, rho * 0.0) + late * read.steep
+        self.attention = self.attention + beyond[:, None] * column_lengths(self.V[k])
+        self.head_parts.append(by_scores + columns * shift)
 
     def _mlp(self, k: int) -> None:
         """Bound m_k(y_k) − m_k(t), and what is beyond the leading term of m_k(y_k) − m_k(y')."""
-        read = self.read
+        read, (*_, w_in_norm, w_out_norm) = self.read, self.norms[k]
         rho = total(self.reach[k + 1], self.own[k], *self.E[: k + 1], *self.G, *self.F)
         late = total(self.start, *self.E[k + 1 :], *self.G, *self.F, self.off)
         apart = total(self.reach_from[k + 1], self.own[k], late)
         shift, other = read.shift(rho), read.shift(self.other)
-        between = read.shift_between(apart, rho, self.other)
-        self.loose.append(add_up(read.bend(apart, rho, self.other), mul_up(late, read.steep)))
-        self.mlp = add_up(self.mlp, self._kink(k, shift, other, between))
-        self.F.append(mul_up(mul_up(STEEPEST[self.activation], self.norms[k][3]), shift))
+        self.loose.append(read.bend(apart, rho, self.other) + late * read.steep)
+        self.mlp = self.mlp + self._kink(k, shift, other, read.shift_between(apart, rho, self.other))
+        self.F.append(w_in_norm * w_out_norm * STEEPEST[self.activation] * shift)
 
-    def _kink(self, k: int, shift: PerToken, other: PerToken, between: PerToken) -> TokenVectors:
+    def _kink(self, k: int, shift: Upper, other: Upper, between: Upper) -> Upper:
         """Bound |act(h) − act(h') − act'(h_t)(h − h')| |W_out|, where h and h' are within shift·‖W_in e‖ of h_t."""
-        layer = self.layers[k]
-        widths, size = column_lengths(layer.w_in), layer.w_out.abs_up()
+        widths, size = column_lengths(self.layers[k].w_in), self.layers[k].w_out.size()
         if self.activation == "gelu":
-            scale = mul_up(CURVATURE / 2, mul_up(add_up(shift, other), between))
-            return mul_up(scale[:, None], nonnegative_matmul_up(mul_up(widths, widths)[None], size))
+            scale = (shift + other) * between * (CURVATURE / 2)
+            return scale[:, None] * ((widths * widths)[None] @ size)
         # Where the slope is 0, both terms are in [0, max(h, 0)]; where it is 1, both act(h) − h are in [0, max(−h, 0)].
-        reached = mul_up(torch.maximum(shift, other)[:, None], widths)
-        hidden, slope = self.hidden[k], self.slopes[k].mid
-        beyond = add_up(reached, torch.where(slope > 0, -hidden.lower(), hidden.upper())).clamp(min=0.0)
-        return nonnegative_matmul_up(torch.minimum(beyond, mul_up(between[:, None], widths)), size)
+        sign = 1.0 - 2.0 * self.slopes[k].floats()
+        beyond: Upper = shift.most(other)[:, None] * widths + (self.hidden[k] * sign).top()
+        return beyond.most(0.0).least(between[:, None] * widths) @ size
 
-    def _mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> tuple[Vector, Tensor]:
+    def _mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> tuple[Upper, Upper]:
         """Bound |Σ_ℓ a_ℓ(X) − a'(X)|, whose weights differ by rounding, and its length."""
-        size = lengths(self.read.u).amax()
+        size = lengths(self.read.u).amax(0)
         W, q, V, o = (getattr(mine, name) - getattr(given, name) for name in ("W", "q", "V", "o"))
-        by_query = add_up(mul_up(size, frobenius_norm_up(W)), lengths(q)[:, 0])
-        turned = tanh_up(mul_up(size, by_query) / 2.0)
-        each = add_up(mul_up(size, column_lengths(V)), mul_up(turned[:, None], torch.cat(self.ranges)))
-        found = add_up(nonnegative_sum_up(each, 0), o.abs_up()[0])
-        return found, sqrt_up(nonnegative_sum_up(mul_up(found, found), 0))
+        turned = (size * (size * self.A.frobenius_norm(W) + lengths(q)[:, 0]) / 2.0).tanh()
+        found = (size * column_lengths(V) + turned[:, None] * self.A.cat(self.ranges)).sum(0) + o.size()[0]
+        return found, (found * found).sum(0).sqrt()
 
-    def _mlp_mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> Vector:
+    def _mlp_mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> Upper:
         """Bound |Σ_ℓ m_ℓ(y') − m'(y')|: act(h)(W_out − W_out') + (act(h) − act(h'))W_out'."""
-        size = add_up(lengths(self.read.u), self.read.shift(self.other)).amax()
+        size = (lengths(self.read.u) + self.read.shift(self.other)).amax(0)
 
-        def hidden(w_in: Enclosure, b_in: Enclosure) -> Tensor:
-            return add_up(mul_up(size, column_lengths(w_in)), b_in.abs_up())
+        def hidden(w_in: Enclosed, b_in: Enclosed) -> Upper:
+            return size * column_lengths(w_in) + b_in.size()
 
-        moved = mul_up(STEEPEST[self.activation], hidden(mine.w_in - given.w_in, mine.b_in - given.b_in))
-        outer = nonnegative_matmul_up(hidden(mine.w_in, mine.b_in), (mine.w_out - given.w_out).abs_up())
-        return total(outer, nonnegative_matmul_up(moved, given.w_out.abs_up()), (mine.b_out - given.b_out).abs_up())[0]
+        moved = hidden(mine.w_in - given.w_in, mine.b_in - given.b_in) * STEEPEST[self.activation]
+        outer = hidden(mine.w_in, mine.b_in) @ (mine.w_out - given.w_out).size()
+        return total(outer, moved @ given.w_out.size(), (mine.b_out - given.b_out).size())[0]
 
-    def pairs(self, rows: slice) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "2 b d"]]:
-        """Bound ±ψ_A(t, u) and ±ψ_M(t, u) over all u, with their rests, for some tokens t."""
-        derivative = self.read.derivative(rows)
-        nothing = _zero(derivative), _zero(_rows(self.read.u, rows))
-        affine, rests = [nothing, nothing], self.mlp[rows]  # (G, f) of ψ = u G + f
+    def _join(self, layers: list[FoldedLayer], mlps: list[FoldedLayer]) -> FoldedLayer:
+        """Return all heads side by side and the MLPs of some layers side by side."""
+
+        def beside(name: str, chosen: list[FoldedLayer], dim: int = 0) -> Any:
+            return self.A.cat([getattr(layer, name) for layer in chosen], dim)
+
+        return FoldedLayer(
+            W=beside("W", layers),
+            q=beside("q", layers),
+            V=beside("V", layers),
+            o=sums(self.A, [layer.o for layer in layers])[-1],
+            w_in=beside("w_in", mlps, 1),
+            b_in=beside("b_in", mlps, 1),
+            w_out=beside("w_out", mlps),
+            b_out=sums(self.A, [layer.b_out for layer in layers])[-1],
+        )
+
+    def pairs(self, rows: slice) -> list[tuple[Upper, Upper]]:
+        """Bound ψ_A and −ψ_A, and ψ_M and −ψ_M, over all u, with their rests, for some tokens t, [b, d] each."""
+        derivative, rests = self.read.derivative(rows), self.mlp[rows]
+        affine: tuple[list[Enclosed], list[Enclosed]] = [], []
         for k, layer in enumerate(self.layers):
-            own = _rows(self.m_before[k], rows)
-            slope = weighted_products(layer.w_in, self.slopes[k], layer.w_out, rows)
+            own = self.m_before[k][rows][:, None]
+            slope = (layer.w_in[:, None] * self.slopes[k][rows][None]).coarse(layer.w_out).permute(1, 0, 2)
             to_attention, to_mlp = derivative @ self.V[k], derivative @ slope
             fixed = own + self.o_before[k], own - self.o_from[k + 1]
             linear = self.V_before[k], -self.V_from[k + 1]
-            for part, to in enumerate((to_attention, to_mlp)):
-                G, f = affine[part]
-                affine[part] = G + linear[part] @ to, f + fixed[part] @ to
-            rests = add_up(rests, mul_up(self.loose[k][rows, None], column_lengths(slope)))
-        attention, mlp = (largest_affine(self.read.u, G, f) for G, f in affine)
-        return add_up(attention, self.attention[rows]), add_up(mlp, rests)
+            for part, to in enumerate((to_attention, to_mlp)):  # ψ = u G + f, with f as the last row of G
+                affine[part].append(self.A.cat([linear[part] @ to, fixed[part] @ to], -2))
+            rests = rests + self.loose[k][rows][:, None] * column_lengths(slope)
+        found = []
+        for parts, rest in zip(affine, (self.attention[rows], rests), strict=True):
+            high, low = self._largest(reduce(lambda a, b: a + b, parts), rows)
+            found.append((high + rest, low + rest))
+        return found
+
+    def _largest(self, G: Enclosed, rows: slice) -> tuple[Upper, Upper]:
+        """Bound the largest weighted average of (u, 1)G and that of −(u, 1)G for some t, u = t at weight 1/n or more.
+
+        With p the value at t and q ≥ p the largest one, the average is at most p + (1 − 1/n)(q − p).
+        """
+        u = self.read.u
+        whole = self.A.cat([u, self.A.exact(u.floats()[:, :1] * 0.0 + 1.0)], -1)
+        high, low = whole.coarse(G).ends()
+        if self.unevenness == 1.0:
+            return high, low
+        own = (whole[rows][:, None] @ G)[:, 0]
+        top, bottom = own.top(), (-own).top()
+        mixed = (top + (high + bottom) * self.unevenness), (bottom + (low + top) * self.unevenness)
+        return high.least(mixed[0]), low.least(mixed[1])
 
 
-def parallel_proof(comparison: Comparison, progress: Step = silent) -> ParallelProof:
-    """Prove an upper bound over all sequences of the tokens, where S' is the wide block of S."""
-    network, surrogate = comparison.network, comparison.surrogate
-    assert isinstance(comparison.inputs, Tokens)
-    require_block(network, surrogate)
-    read = ReadTokens.of(comparison.inputs.points(), network)
-    found = Movements(network, surrogate, read)
-    sides = torch.full((2, 2, network.dim), -math.inf, dtype=torch.float64)  # ψ_A or ψ_M, sign, coordinate
-    for rows in _blocks(found, progress):
-        sides = torch.maximum(sides, torch.stack([no_bound(part).amax(1) for part in found.pairs(rows)]))
-    value = add_up(add_up(sides[0], sides[1]).amax(0), found.flat)
-    notes: tuple[str, ...] = ()
-    if read.is_normed and bool((read.relative(found.other) >= 1).any()):
-        notes = (
-            "a state may move further than the entries of its token differ from their mean; the bound is far too large",
+class WideBlock(Method):
+    """A proof over all sequences of tokens, where S' is the wide block of S."""
+
+    def __init__(self, comparison: Comparison, progress: Step = silent) -> None:
+        self._progress = progress
+        super().__init__(comparison)
+        self._progress = silent
+
+    def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
+        """As in the base class."""
+        require_block(comparison.network, comparison.surrogate)
+        found = Movements(comparison, A)
+        v, d = found.read.u.shape
+        many = max(1, ENTRIES // (d * max(v, *(z.shape[1] for z in found.hidden))))
+        worst: list[Upper] = []  # ψ_A, −ψ_A, ψ_M and −ψ_M
+        for start in range(0, v, many):
+            self._progress(start, v, "proving")
+            sides = [side.amax(0) for part in found.pairs(slice(start, start + many)) for side in part]
+            worst = [a.most(b) for a, b in zip(worst, sides, strict=True)] if worst else sides
+        value = (worst[0] + worst[2]).most(worst[1] + worst[3]) + found.flat
+        is_far = found.read.is_normed and bool((found.read.relative(found.other).floats() >= 1).any())
+        note = (
+            "a state may move further than the entries of its token differ from their mean; the bound is far too large"
         )
-    return ParallelProof(no_bound(value), tuple(found.head_parts), notes)
+        return Bound(value, found.head_parts, ("parallel",), (note,) if is_far else ())
 
 
 def require_block(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> None:
@@ -285,86 +282,9 @@ def require_block(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork
         )
 
 
-def _blocks(found: Movements, progress: Step) -> Iterator[slice]:
-    """Yield some tokens at a time, so that arrays of `ENTRIES` entries are enough."""
-    v, d = found.read.u.shape
-    many = max(1, ENTRIES // (d * max(v, *(z.shape[1] for z in found.hidden))))
-    for start in range(0, v, many):
-        progress(start, v, "proving")
-        yield slice(start, start + many)
-
-
-def largest_affine(u: Enclosure, G: Enclosure, f: Enclosure) -> Float[Tensor, "2 b d"]:
-    """Bound max_u and −min_u of (u G + f)_c over the rows of u, for every matrix G with its row f.
-
-    A computed entry is off by at most |u|(γ|G| + rad G) + rad(u)|G| + γ|f| + rad f, at most as much as for the largest
-    entries of |u| and rad(u).
-    """
-    d = u.shape[1]
-    made = u.mid @ G.mid + f.mid
-    g, size, off = gamma(d + 2), u.mid.abs().amax(0)[None], u.rad.amax(0)[None]
-    by_matrix = add_up(
-        nonnegative_matmul_up(size, add_up(mul_up(g, G.mid.abs()), G.rad)), nonnegative_matmul_up(off, G.abs_up())
-    )
-    slack = add_up(add_up(by_matrix, add_up(mul_up(g, f.mid.abs()), f.rad)), 2.0 * d * TINY)[:, 0]
-    return add_up(torch.stack([made.amax(1), -made.amin(1)]), slack)
-
-
-def weighted_products(left: Enclosure, weights: Enclosure, right: Enclosure, rows: slice) -> Enclosure:
-    """Enclose left · diag(weights_t) · right for some tokens t, [b, d, d], with one radius for all tokens.
-
-    Rounding takes at most m + 2 steps, and replacing the three factors one by one by other members of their enclosures
-    changes the product by at most rad·|w||right| + |left|rad(w)|right| + |left||w|rad.
-    """
-    m = left.shape[1]
-    made = (left.mid * weights.mid[rows, None]) @ right.mid
-    a, b, most = left.abs_up(), right.abs_up(), weights.abs_up().amax(0)
-    off = add_up(mul_up(gamma(m + 2), most), weights.rad.amax(0))
-    rounding = nonnegative_matmul_up(mul_up(a, off), b)
-    by_left, by_right = (
-        nonnegative_matmul_up(mul_up(left.rad, most), b),
-        nonnegative_matmul_up(mul_up(a, most), right.rad),
-    )
-    return Enclosure(made, add_up(total(rounding, by_left, by_right), 4.0 * m * TINY).expand_as(made))
-
-
-def sums(parts: Sequence[Enclosure]) -> list[Enclosure]:
+def sums(A: BoundArithmetic, parts: Sequence[Enclosed]) -> list[Enclosed]:
     """Return the sums of the first 0, 1, … parts."""
-    found = [_zero(parts[0])]
+    found = [A.exact(torch.zeros(parts[0].shape, dtype=torch.float64))]
     for part in parts:
         found.append(found[-1] + part)
     return found
-
-
-def _join(layers: list[FoldedLayer], mlps: list[FoldedLayer]) -> FoldedLayer:
-    """Return all heads side by side and the MLPs of some layers side by side."""
-
-    def beside(name: str, chosen: list[FoldedLayer], dim: int = 0) -> Enclosure:
-        return Enclosure.cat([getattr(layer, name) for layer in chosen], dim)
-
-    return FoldedLayer(
-        W=beside("W", layers),
-        q=beside("q", layers),
-        V=beside("V", layers),
-        o=sums([layer.o for layer in layers])[-1],
-        w_in=beside("w_in", mlps, 1),
-        b_in=beside("b_in", mlps, 1),
-        w_out=beside("w_out", mlps),
-        b_out=sums([layer.b_out for layer in layers])[-1],
-    )
-
-
-def _stacked(parts: Sequence[Enclosure]) -> Enclosure:
-    return Enclosure(torch.stack([part.mid for part in parts]), torch.stack([part.rad for part in parts]))
-
-
-def _zero(like: Enclosure) -> Enclosure:
-    return Enclosure.exact(torch.zeros_like(like.mid))
-
-
-def _rows(x: Enclosure, rows: slice) -> Enclosure:
-    return Enclosure(x.mid[rows, None], x.rad[rows, None])
-
-
-def _dot(x: PerHead, y: PerHead) -> Tensor:
-    return nonnegative_sum_up(mul_up(x, y), 0)

@@ -16,22 +16,18 @@ from depthgauge.base.format import counted, number
 from depthgauge.base.frames import html_facts
 from depthgauge.base.progress import Step, silent
 from depthgauge.results.gauge_record import DepthRow
-from depthgauge.theory.certificates.attack import AttackOptions, Hints, attack, multiset_attention
-from depthgauge.theory.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
-from depthgauge.theory.certificates.certificate import Certificate, certify, check_request
+from depthgauge.theory.certificates.attack import DEFAULT_OPTIONS, AttackOptions, Hints, attack, multiset_attention
+from depthgauge.theory.certificates.certificate import Certificate, certificate_of, check_request
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
-from depthgauge.theory.certificates.difference import BoxDifference
-from depthgauge.theory.certificates.lead import lead_bound
-from depthgauge.theory.certificates.proof import UpperBound, prove_upper
+from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
+from depthgauge.theory.certificates.lead import Rank1Sum
+from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.token_attack import attack_tokens
-from depthgauge.theory.certificates.token_bounds import TokenBounds
-from depthgauge.theory.certificates.token_proof import token_proof
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.rounding import add_up, no_bound
+from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import AttentionFunction, SelfAttentionNetwork, require_network
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
-from depthgauge.theory.surrogates.expansion import Expansion, match_heads
 
 FEW_LAYERS = 6
 """The largest number of layers at which every choice of kept layers is tried."""
@@ -122,68 +118,25 @@ def shallower(network: SelfAttentionNetwork, choice: Choice, length: int | None 
     return closed_form(network, choice, length) if isinstance(choice, str) else fold(network, choice)
 
 
-class SetBounds:
-    """Upper bounds over all sequences of tokens, or on a box for networks that have closed forms alone.
-
-    `attack` has the `starts` and `steps` of certificates.
-    """
-
-    def __init__(self, network: SelfAttentionNetwork, inputs: InputSet | Tokens, **attack: Any) -> None:
-        self.network, self.inputs, self.attack = network.copy().to(device="cpu", dtype=torch.float64), inputs, attack
-        self.length = inputs.length if isinstance(inputs, Tokens) else None
-        self.S: TokenBounds | None = None
-        if isinstance(inputs, Tokens) and can_fold(network):
-            self.S = TokenBounds(Expansion(self.network), inputs)
-        self._known: dict[Choice, float] = {}
-
-    @cached_property
-    def seen(self) -> Callable[[Choice], float]:
-        """As in `FoldBounds`."""
-        options, comparison = AttackOptions(starts=8), self._compared(one_layer_forms(self.network, self.length)[-1])
-        over_tokens = isinstance(self.inputs, Tokens)
-        x = attack_tokens(comparison, options).x if over_tokens else attack(comparison, options).expand()
-        return measured_errors(self.network, x)
-
-    @cached_property
-    def layer_costs(self) -> list[float]:
-        """As in `FoldBounds`; empty if there are no foldings."""
-        return [] if self.S is None else [float(part.sum(0).amax()) for part in self.S.added("gap")]
-
-    def _compared(self, choice: Choice) -> Comparison:
-        return Comparison(self.network, shallower(self.network, choice, self.length), self.inputs)
-
-    def error(self, choice: Choice) -> float:
-        """As in `FoldBounds`."""
-        if not isinstance(choice, str) and len(choice) == len(self.network):
-            return 0.0
-        if choice not in self._known:
-            if self.S is not None:
-                self._known[choice] = float(token_proof(self._compared(choice), self.S).value.amax())
-            else:
-                upper = prove_upper(self._compared(choice), "default").upper
-                self._known[choice] = math.inf if upper is None else upper
-        return self._known[choice]
-
-    def certificate(self, choice: Choice) -> Certificate:
-        """As in `FoldBounds`."""
-        other = shallower(self.network, choice, self.length)
-        where = {"inputs": self.inputs} if isinstance(self.inputs, Tokens) else {"radius": self.inputs.radius}
-        return certify(self.network, other, **where, **self.attack)
-
-
-class FoldBounds:
-    """Upper bounds on |S − S'| on the box of radius φ, for many shallower networks S'.
+class DepthBounds:
+    """Upper bounds on |S − S'| over a set of inputs, for many shallower networks S'.
 
     The layer bounds of S are computed once. With `joint`, heads are bounded jointly where the network permits it;
-    otherwise one by one, which is faster and less sharp. `attack` has the `starts` and `steps` of certificates.
+    otherwise one by one, which is faster and less sharp. `attack` has the options of the attack of certificates.
     """
 
-    length: int | None = None
-
-    def __init__(self, network: SelfAttentionNetwork, radius: float, *, joint: bool = True, **attack: Any) -> None:
-        self.network, self.radius, self.attack = network, radius, attack
-        self.joint = joint and network.skip and network.dim <= JOINT_LIMIT
-        self.S = BoxBounds(Expansion(network), radius, joint=self.joint)
+    def __init__(
+        self,
+        network: SelfAttentionNetwork,
+        inputs: InputSet | Tokens,
+        *,
+        joint: bool = True,
+        attack: AttackOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        self.network, self.inputs, self.attack = network.copy().to(device="cpu", dtype=torch.float64), inputs, attack
+        self.length = inputs.length if isinstance(inputs, Tokens) else None
+        itself = Comparison(self.network, self.network, inputs)
+        self.S = layers_of(itself, Outward(), joint=joint) if can_fold(network) else None
         self._known: dict[Choice, float] = {}
         self._certificates: dict[Choice, Certificate] = {}
 
@@ -191,57 +144,50 @@ class FoldBounds:
     def seen(self) -> Callable[[Choice], float]:
         """The function that returns max|S − S'| on one hard input, in floating point.
 
-        Folding all layers has a large error on this input; most foldings above the tolerance fail on it.
+        Folding all layers of a network, or its coarsest closed form, has a large error on this input; most choices
+        above the tolerance fail on it.
         """
-        comparison = Comparison(self.network, fold(self.network, ()), InputSet("box", self.radius))
-        lead = None
-        if self.joint:
+        coarsest = one_layer_forms(self.network, self.length)[-1] if self.S is None else ()
+        comparison, lead = self._compared(coarsest), None
+        if isinstance(self.inputs, Tokens):
+            return measured_errors(self.network, attack_tokens(comparison, AttackOptions(starts=8)).x)
+        if self.S is not None and self.S.joint:
             coordinates = torch.arange(self.network.dim)[: max(1, 2**20 // self.network.dim**3)]
-            lead = head_tensor(self.S.expansion, range(len(self.network))).slices(coordinates)
+            terms = map(self.S.terms, range(len(self.network)))
+            lead = Rank1Sum.join(self.S.A, self.network.dim, terms).slices(coordinates)
         hard = attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
         return measured_errors(self.network, hard.tokens, multiset_attention(hard.counts.to(hard.tokens.dtype)))
 
     @cached_property
     def layer_costs(self) -> list[float]:
-        """For each layer, its contribution to the plain bound on the error of folding all layers."""
-        other = BoxBounds(Expansion(fold(self.network, ())), self.radius, joint=False)
-        return [float(part.sum(0).amax()) for part in BoxDifference(self.S, other, []).plain().head_parts]
+        """For each layer, its contribution to the plain bound on the error of folding it; empty without foldings."""
+        if self.S is None:
+            return []
+        return [float(self.S.added(k).sum(0).floats().amax()) for k in range(len(self.network))]
+
+    def _compared(self, choice: Choice) -> Comparison:
+        return Comparison(self.network, shallower(self.network, choice, self.length), self.inputs)
 
     def error(self, choice: Choice) -> float:
         """Return an upper bound on |S − S'| for one choice."""
+        is_fold = not isinstance(choice, str)
+        if is_fold and len(choice) == len(self.network):
+            return 0.0
         if choice not in self._known:
-            if isinstance(choice, str):
-                self._known[choice] = self._one_layer(choice)
+            if choice in self._certificates:
+                upper = self._certificates[choice].upper
+            elif is_fold and self.S is not None:
+                upper = ExpansionProof(self._compared(choice), self.S, steps=SEARCH_STEPS).upper
             else:
-                self._known[choice] = 0.0 if len(choice) == len(self.network) else self._folded(choice)
+                upper = method_of(self._compared(choice), S=self.S).upper
+            self._known[choice] = math.inf if upper is None else upper
         return self._known[choice]
-
-    def _one_layer(self, method: str) -> float:
-        """Return the upper bound of a closed form as its certificate has it."""
-        made: UpperBound | None = self._certificates.get(method)
-        if made is None:
-            comparison = Comparison(self.network, shallower(self.network, method), InputSet("box", self.radius))
-            made = prove_upper(comparison, "default", self.S)
-        return math.inf if made.upper is None else made.upper
 
     def certificate(self, choice: Choice) -> Certificate:
         """Return the full certificate of one choice."""
         if choice not in self._certificates:
-            other = shallower(self.network, choice)
-            self._certificates[choice] = certify(self.network, other, radius=self.radius, bounds=self.S, **self.attack)
+            self._certificates[choice] = certificate_of(self._compared(choice), "default", self.attack, self.S)
         return self._certificates[choice]
-
-    def _folded(self, kept: tuple[int, ...]) -> float:
-        folded = fold(self.network, kept)
-        other = BoxBounds(Expansion(folded), self.radius, joint=False)
-        matches = match_heads(self.network, folded) if self.network.skip else []
-        difference = BoxDifference(self.S, other, matches)
-        value = difference.plain().value
-        if self.joint:
-            parts = difference.joint()
-            lead = lead_bound(parts.T, parts.Tm, self.radius, steps=SEARCH_STEPS)
-            value = torch.fmin(value, add_up(lead.value, parts.beyond))
-        return float(no_bound(value).amax())
 
 
 def effective_depth(
@@ -290,14 +236,13 @@ def effective_depth(
             raise InputError("certified depth needs a radius, the largest |entry| an input may have, or inputs")
         with threads_for(network.dim):
             chosen = check_request(network, network, radius, None, inputs, None, "default")
-            if can_fold(network) and radius is not None:
-                return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
-            if radius is not None and (network.has_mlp or network.has_attention_bias or not network.skip):
+            is_covered = network.skip and not (network.has_mlp or network.has_attention_bias)
+            if radius is not None and not (can_fold(network) or is_covered):
                 raise InputError(
                     "over a box, no shallower network is proved for networks with MLPs or biases, or causal ones "
                     "without skip connections; give the tokens: inputs=Tokens(…)"
                 )
-            bounds = SetBounds(network, chosen)
+            bounds = DepthBounds(network, chosen)
             _require_forms(network, bounds.length)
             return certified_depth(bounds, tolerance, progress=progress)
     if x is None:
@@ -328,7 +273,7 @@ def measured_depth(
     return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, length, False, progress)
 
 
-def certified_depth(bounds: FoldBounds | SetBounds, tolerance: float, *, progress: Step = silent) -> Depth:
+def certified_depth(bounds: DepthBounds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance with its certificate; several tolerances can share `bounds`."""
     depth = proved_depth(bounds, tolerance, progress=progress)
     if depth.method == "none":
@@ -339,7 +284,7 @@ def certified_depth(bounds: FoldBounds | SetBounds, tolerance: float, *, progres
     return replace(depth, error=proved, certificate=certificate)
 
 
-def proved_depth(bounds: FoldBounds | SetBounds, tolerance: float, *, progress: Step = silent) -> Depth:
+def proved_depth(bounds: DepthBounds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance, without the certificate of the shallower network."""
 
     def error(choice: Choice) -> tuple[float, bool]:

@@ -16,6 +16,7 @@ of three upper bounds, all with outward rounding:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,6 +25,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.errors import InputError
+from depthgauge.theory.linalg.outward_upper import OutwardUpper
 from depthgauge.theory.linalg.rounding import (
     TINY,
     UNIT,
@@ -36,6 +38,7 @@ from depthgauge.theory.linalg.rounding import (
     nonnegative_sum_up,
     sqrt_up,
     sub_down,
+    sub_up,
     times_power_of_two,
     up,
 )
@@ -72,9 +75,40 @@ class Enclosure(ArrayRecord):
         """The enclosure of the transposes."""
         return Enclosure(self.mid.mT, self.rad.mT)
 
-    def at(self, indices: Sequence[int]) -> "Enclosure":
-        """Select entries of the first (batch) dimension."""
-        return Enclosure(self.mid[list(indices)], self.rad[list(indices)])
+    def __getitem__(self, index: Any) -> "Enclosure":
+        return Enclosure(self.mid[index], self.rad[index])
+
+    def expand(self, *shape: int) -> "Enclosure":
+        """As `torch.Tensor.expand`."""
+        return Enclosure(self.mid.expand(*shape), self.rad.expand(*shape))
+
+    def reshape(self, *shape: int) -> "Enclosure":
+        """As `torch.Tensor.reshape`."""
+        return Enclosure(self.mid.reshape(*shape), self.rad.reshape(*shape))
+
+    def permute(self, *order: int) -> "Enclosure":
+        """As `torch.Tensor.permute`."""
+        return Enclosure(self.mid.permute(*order), self.rad.permute(*order))
+
+    def size(self) -> OutwardUpper:
+        """Return entrywise upper bounds on |M| over all members M."""
+        return OutwardUpper(self.abs_up())
+
+    def top(self) -> OutwardUpper:
+        """Return entrywise upper bounds on all members."""
+        return OutwardUpper(self.upper())
+
+    def ends(self) -> tuple[OutwardUpper, OutwardUpper]:
+        """Bound the largest entry of every column, and the negative of the smallest one."""
+        mid, rad = self.mid, self.rad
+        if mid.ndim > 1 and rad.stride(-2) == 0:  # one radius for all rows
+            rad = rad[..., 0, :]
+            return OutwardUpper(add_up(mid.amax(-2), rad)), OutwardUpper(add_up(-mid.amin(-2), rad))
+        return OutwardUpper(add_up(mid, rad).amax(-2)), OutwardUpper(sub_up(rad, mid).amax(-2))
+
+    def floats(self) -> Tensor:
+        """Return the midpoints."""
+        return self.mid
 
     def upper(self) -> Tensor:
         """Return an entrywise upper bound on all members."""
@@ -117,6 +151,15 @@ class Enclosure(ArrayRecord):
         if bool((self.rad != 0).any()):
             rad = add_up(rad, nonnegative_matmul_up(self.rad, other.abs_up()))
         return _without_overflow(mid, add_up(rad, k * TINY))
+
+    def coarse(self, other: "Enclosure | Tensor") -> "Enclosure":
+        """Return the product with one radius for all rows: that of the largest |entries| and radii of a column."""
+        other = as_enclosure(other)
+        k, mid = self.shape[-1], self.mid @ other.mid
+        size, off = (x.amax(-2, keepdim=True) for x in (self.mid.abs(), self.rad))
+        rad = nonnegative_matmul_up(size, add_up(mul_up(gamma(k), other.mid.abs()), other.rad))
+        rad = add_up(add_up(rad, nonnegative_matmul_up(off, other.abs_up())), k * TINY)
+        return _without_overflow(mid, rad.expand_as(mid))
 
     def sum(self, dim: int | tuple[int, ...]) -> "Enclosure":
         """Return the enclosure of the sums over `dim`."""

@@ -14,65 +14,60 @@ from functools import cached_property
 import torch
 
 from depthgauge.base.errors import InputError
-from depthgauge.theory.linalg.enclosures import Enclosure
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 
 
 class Expansion:
     """The matrices of the expansion, for a network that is not causal and has neither MLP nor LayerNorm.
 
-    `W[ℓ]` encloses β Q_h K_hᵀ and `V[ℓ]` the values V_h, both of shape [H, d, d].
+    `W[ℓ]` is β Q_h K_hᵀ and `V[ℓ]` the values V_h, both of shape [H, d, d], in the arithmetic `A`. With `one_token`,
+    the network may be causal: its attention is the identity.
     """
 
     is_causal = False
 
-    def __init__(self, network: SelfAttentionNetwork) -> None:
-        if network.causal != self.is_causal or network.norm != "none" or network.has_mlp:
+    def __init__(self, network: SelfAttentionNetwork, A: BoundArithmetic, *, one_token: bool = False) -> None:
+        if network.norm != "none" or network.has_mlp or (network.causal != self.is_causal and not one_token):
             kind = "causal" if self.is_causal else "not causal"
             raise InputError(f"the expansion applies to networks that are {kind} and have neither MLP nor LayerNorm")
         if any(one is not None for layer in network for one in (layer.query_bias, layer.output_bias)):
             raise InputError("the expansion does not cover biases of queries and outputs")
-        if not self.is_causal and network.length is not None:
+        if network.length is not None and not (self.is_causal or one_token):
             raise InputError("the expansion covers position biases in causal networks alone")
-        self.skip = network.skip
-        self.depth = len(network)
-        self.dim = network.dim
-        self.W: list[Enclosure] = []
-        self.V: list[Enclosure] = []
+        self.A, self.skip, self.depth, self.dim = A, network.skip, len(network), network.dim
+        self.W: list[Enclosed] = []
+        self.V: list[Enclosed] = []
         for layer in network:
             weights = (layer.query, layer.key, layer.value)
             query, key, value = (weight.detach().to("cpu", torch.float64, copy=True) for weight in weights)
-            self.W.append((Enclosure.exact(query) @ key.mT) * network.scale)
-            self.V.append(Enclosure.exact(value))
-        self._drift: dict[tuple[int, int], Enclosure] = {}
-        self._carried_out: dict[int, Enclosure] = {}
-
-    def equals(self, other: "Expansion") -> bool:
-        """Whether both expansions have bitwise equal weights."""
-        return (self.skip, self.W, self.V) == (other.skip, other.W, other.V)
+            self.W.append((A.exact(query) @ key.mT) * network.scale)
+            self.V.append(A.exact(value))
+        self._drift: dict[tuple[int, int], Enclosed] = {}
+        self._carried_out: dict[int, Enclosed] = {}
 
     @cached_property
-    def V_sum(self) -> list[Enclosure]:
+    def V_sum(self) -> list[Enclosed]:
         """V_ℓ = Σ_h V_ℓh."""
         return [value.sum(0) for value in self.V]
 
-    def drift(self, k: int, end: int) -> Enclosure:
+    def drift(self, k: int, end: int) -> Enclosed:
         """Return Z_{k:ℓ} = N_{k:ℓ} − I, or N_{k:ℓ} without skips; `end` is ℓ.
 
         The recursion Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ avoids the cancellation of subtracting the identity.
         """
         if (k, end) not in self._drift and end == k:
             eye = torch.eye(self.dim, dtype=torch.float64)
-            self._drift[k, end] = Enclosure.exact(torch.zeros_like(eye) if self.skip else eye)
+            self._drift[k, end] = self.A.exact(torch.zeros_like(eye) if self.skip else eye)
         elif (k, end) not in self._drift:
             before, V = self.drift(k, end - 1), self.V_sum[end - 1]
             self._drift[k, end] = before + V + before @ V if self.skip else before @ V
         return self._drift[k, end]
 
-    def carried(self, k: int, end: int) -> Enclosure:
+    def carried(self, k: int, end: int) -> Enclosed:
         """Return V_kh · Z_{k+1:ℓ} for all heads of layer k, the effect of mean((P_kh − U) X_k) on state ℓ."""
         if self.skip and end == k + 1:
-            return Enclosure.exact(torch.zeros_like(self.V[k].mid))
+            return self.A.exact(torch.zeros(self.V[k].shape, dtype=torch.float64))
         if end != self.depth:
             return self.V[k] @ self.drift(k + 1, end)
         # Only the products for the output are used repeatedly, so only these are cached.
@@ -92,10 +87,10 @@ class CausalExpansion(Expansion):
 
     is_causal = True
 
-    def orders(self, k: int, end: int) -> list[Enclosure]:
+    def orders(self, k: int, end: int) -> list[Enclosed]:
         """Return e_1(k:ℓ), …, e_{ℓ−k}(k:ℓ); `end` is ℓ."""
-        eye = torch.eye(self.dim, dtype=torch.float64)
-        found = [Enclosure.exact(eye), *(Enclosure.exact(torch.zeros_like(eye)) for _ in range(end - k))]
+        zero = self.A.exact(torch.zeros(self.dim, self.dim, dtype=torch.float64))
+        found = [self.A.eye(self.dim), *(zero for _ in range(end - k))]
         for index, V in enumerate(self.V_sum[k:end], start=1):
             for m in range(index, 0, -1):
                 found[m] = found[m] + found[m - 1] @ V
