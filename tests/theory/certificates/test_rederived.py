@@ -1,0 +1,492 @@
+"""The formulas of the certificates, derived again in plain NumPy from docs/math.md, and changed constants.
+
+The two arithmetics of a certificate share its formulas. Here they are written a second time, in the simplest way, and
+compared. A constant that is wrong in the code, or a term that is missing, gives another number.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.special import erf
+
+import depthgauge as dg
+from depthgauge.base.errors import VerificationError
+from depthgauge.theory.certificates import causal_layers, deletion, parallel_blocks
+from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
+from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
+from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
+from depthgauge.theory.certificates.method import Method
+from depthgauge.theory.certificates.proving import method_of
+from depthgauge.theory.certificates.regions import BallRegion, BoxRegion, PointRegion
+from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.linalg.bound_arithmetic import Outward
+from depthgauge.theory.linalg.outward_upper import OutwardUpper
+from depthgauge.theory.network.network import SelfAttentionNetwork
+
+Array = NDArray[np.float64]
+
+
+def arrays(network: SelfAttentionNetwork) -> tuple[list[list[Array]], list[list[Array]]]:
+    """Return β Q Kᵀ and V of every head of every layer."""
+    W, V = [], []
+    for layer in network:
+        q, k, v = (w.detach().double().numpy() for w in (layer.query, layer.key, layer.value))
+        W.append([network.scale * q[h] @ k[h].T for h in range(len(q))])
+        V.append(list(v))
+    return W, V
+
+
+def sign_norm(M: Array) -> float:
+    """Return ‖M‖_{∞→1} by enumeration."""
+    M = M if len(M) <= len(M.T) else M.T
+    return max(float(np.abs(np.array(x) @ M).sum()) for x in product((-1, 1), repeat=len(M)))
+
+
+def spectral(M: Array) -> float:
+    return float(np.linalg.norm(M, 2))
+
+
+def lengths(M: Array) -> Array:
+    return np.sqrt((M * M).sum(0))
+
+
+class Box:
+    """|x_c| ≤ φ; a length has one entry per coordinate."""
+
+    def __init__(self, radius: float, d: int) -> None:
+        self.start, self.radius = np.full(d, radius), radius
+
+    def largest(self, M: Array) -> Array:
+        return self.radius * np.abs(M).sum(0)
+
+    length = largest
+
+    def through(self, g: Array, M: Array) -> Array:
+        return g @ np.abs(M)
+
+    read = through
+
+    def pair(self, u: Array, W: Array, v: Array) -> float:
+        return sign_norm(u[:, None] * W * v)
+
+    def query_pair(self, W: Array, ZW: Array, v: Array) -> float:
+        return sign_norm(self.radius * np.vstack([W, ZW]) * v)
+
+
+class Ball:
+    """‖x‖ ≤ r; a length is one number."""
+
+    def __init__(self, radius: float, d: int) -> None:
+        self.start, self.radius = np.array([radius]), radius
+
+    def largest(self, M: Array) -> Array:
+        return self.radius * lengths(M)
+
+    def length(self, M: Array) -> Array:
+        return np.array([self.radius * spectral(M)])
+
+    def through(self, g: Array, M: Array) -> Array:
+        return g * spectral(M)
+
+    def read(self, g: Array, M: Array) -> Array:
+        return g * lengths(M)
+
+    def pair(self, u: Array, W: Array, v: Array) -> float:
+        return float((u * spectral(W) * v)[0])
+
+    def query_pair(self, W: Array, ZW: Array, v: Array) -> float:
+        return float(self.radius * (spectral(W) + spectral(ZW)) * v[0])
+
+
+def recursion(network: SelfAttentionNetwork, region: Any, points: Array | None) -> tuple[Array, Array]:
+    """Return the bounds of all heads on the output, alone and beyond the leading terms (§3.2, §3.3, §3.8, §3.11)."""
+    (W, V), d, L = arrays(network), network.dim, len(network)
+    rho, eye = 1 / (12 * math.sqrt(3)), np.eye(d)
+    sums = [sum(v) for v in V]
+
+    def drift(k: int, end: int) -> Array:
+        N = eye
+        for ell in range(k, end):
+            N = N @ (eye + sums[ell])
+        return N - eye
+
+    def ranges(M: Array) -> Array:
+        return 2 * region.largest(M) if points is None else np.ptp(points @ M, axis=0)
+
+    def widest(M: Array) -> float:
+        assert points is not None
+        return float(np.ptp(points @ M @ points.T, axis=1).max())
+
+    theta: list[list[float]] = []
+    moved: list[list[float]] = []
+    owns: list[Array] = []
+    spreads: list[Array] = []
+    state = region.start
+
+    def spread_of(k: int, M: Array, read: Callable[[Array, Array], Array]) -> Array:
+        return 2 * read(spreads[k], M) if points is None else ranges(M) + 2 * read(owns[k], M)
+
+    for k in range(L):
+        own, common = 0 * region.start, 0 * region.start
+        for j in range(k):
+            for h in range(len(V[j])):
+                uneven = math.tanh(theta[j][h] / 4)
+                own = own + uneven * spread_of(j, V[j][h], region.through)
+                common = common + uneven * spread_of(j, V[j][h] @ drift(j + 1, k), region.through)
+        err, Z = own + common, drift(0, k)
+        if k:
+            grown = state + sum(region.through(state, v) for v in V[k - 1])
+            state = np.minimum(region.start + region.length(Z) + err, grown)
+        owns.append(own)
+        spreads.append(np.minimum(region.start + own, state))
+        theta.append([])
+        moved.append([])
+        for M in W[k]:
+            if points is None:
+                by_error = region.pair(err, M, spreads[k])
+                most = 2 * (region.query_pair(M, Z @ M, spreads[k]) + by_error)
+                theta[k].append(min(2 * region.pair(state, M, spreads[k]), most))
+                moved[k].append(2 * (region.query_pair(M, Z @ M, own) + by_error))
+            else:
+                query = np.abs(points @ M).max(0) + np.abs(points @ Z @ M).max(0) + err @ np.abs(M)
+                moved[k].append(float((err * ranges(M.T)).sum() + 2 * (query * own).sum()))
+                theta[k].append(widest(M) + widest(Z @ M) + moved[k][-1])
+    alone, rest = np.zeros(d), np.zeros(d)
+    for k in range(L):
+        for h in range(len(V[k])):
+            t = theta[k][h]
+            for M in (V[k][h], V[k][h] @ drift(k + 1, L)):
+                alone = alone + math.tanh(t / 4) * spread_of(k, M, region.read)
+                curved = (rho * t**2 + moved[k][h] / 4) * ranges(M)
+                rest = rest + curved + 2 * math.tanh(t / 4) * region.read(owns[k], M)
+    return alone, rest
+
+
+POINTS = torch.randn(5, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+SETS: dict[str, InputSet | Tokens] = {
+    "box": InputSet("box", 0.9),
+    "ball": InputSet("ball", 1.3),
+    "tokens": Tokens(POINTS),
+}
+
+
+def plain_region(name: str) -> tuple[Any, Array | None]:
+    if name == "tokens":
+        region = Box(1.0, 3)
+        region.start = POINTS.numpy().__abs__().max(0)
+        region.length = lambda M: np.abs(POINTS.numpy() @ M).max(0)  # type: ignore[method-assign]
+        return region, POINTS.numpy()
+    return {"box": Box(0.9, 3), "ball": Ball(1.3, 3)}[name], None
+
+
+def expansion_differs(name: str, eta: float = 0.2) -> float:
+    """Return the largest relative difference of the code from the derivation."""
+    network = dg.random_network(layers=3, heads=2, dim=3, eta=eta, seed=5)
+    layers = layers_of(Comparison(network, network, SETS[name]), Outward())
+    found = [sum(part(k).sum(0).floats().numpy() for k in range(3)) for part in (layers.added, layers.beyond)]
+    expected = recursion(network, *plain_region(name))
+    return max(float(np.abs(a / b - 1).max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("eta", [0.02, 0.2, 0.7])
+def test_the_recursion_is_that_of_the_derivation(name: str, eta: float) -> None:
+    assert expansion_differs(name, eta) < 1e-10
+
+
+# --- other methods ----------------------------------------------------------------------------------------------------
+
+
+def causal_alone(network: SelfAttentionNetwork, points: Array) -> Array:
+    """Return the bound of all heads of a causal network over points, each alone (§3.12)."""
+    (W, V), d, L = arrays(network), network.dim, len(network)
+    sums = [sum(v) for v in V]
+
+    def orders(k: int, end: int) -> list[Array]:
+        found = [np.eye(d)]
+        for ell in range(k, end):
+            longer = [np.zeros((d, d)), *(e @ sums[ell] for e in found)]
+            found = [a + b for a, b in zip([*found, np.zeros((d, d))], longer, strict=True)]
+        return found
+
+    def ranges(M: Array) -> Array:
+        return np.asarray(np.ptp(points @ M, axis=0))
+
+    def largest(M: Array) -> Array:
+        return np.asarray(np.abs(points @ M).max(0))
+
+    def widest(M: Array) -> float:
+        return float(np.ptp(points @ M @ points.T, axis=1).max())
+
+    thetas: list[list[float]] = []
+    errs: list[Array] = []
+    drifts: list[Array] = []
+
+    def gap(k: int, h: int, M: Array) -> Array:
+        errors = 2 * errs[k] @ np.abs(M)
+        return math.tanh(thetas[k][h] / 4) * (ranges(M) + ranges(drifts[k] @ M) + errors)
+
+    for k in range(L):
+        e = orders(0, k)
+        drifts.append(e[1] if k else np.zeros((d, d)))
+        err = sum((largest(M) for M in e[2:]), np.zeros(d))
+        for j in range(k):
+            for after in orders(j + 1, k):
+                err = err + sum(gap(j, h, M @ after) for h, M in enumerate(V[j]))
+        errs.append(err)
+        thetas.append([])
+        for M in W[k]:
+            D = drifts[k]
+            query = largest(M) + largest(D @ M) + err @ np.abs(M)
+            key = ranges(M.T) + ranges(D @ M.T) + 2 * query
+            loose = widest(M @ D.T) + widest(D @ M @ D.T) + float((err * key).sum())
+            thetas[k].append(widest(M) + widest(D @ M) + loose)
+    return sum(
+        (gap(k, h, M @ after) for k in range(L) for after in orders(k + 1, L) for h, M in enumerate(V[k])),
+        np.zeros(d),
+    )
+
+
+def causal_differs() -> float:
+    network = dg.random_network(layers=3, heads=2, dim=3, eta=0.2, seed=5, causal=True)
+    A = Outward()
+    layers = causal_layers.CausalLayers(causal_layers.CausalExpansion(network, A), PointRegion(A, Tokens(POINTS)))
+    found = sum(layers.added(k).sum(0).floats().numpy() for k in range(3))
+    return float(np.abs(found / causal_alone(network, POINTS.numpy()) - 1).max())
+
+
+def test_the_causal_recursion_is_that_of_the_derivation() -> None:
+    assert causal_differs() < 1e-10
+
+
+def deleted(network: SelfAttentionNetwork, radius: float, kept: set[int]) -> Array:
+    """Return the bound for S' without the attention of the other layers, with MLPs of GELU that have skips (§3.9)."""
+    (W, V), d = arrays(network), network.dim
+    state = other = np.full(d, radius)
+    apart = np.zeros(d)
+    for k, layer in enumerate(network):
+        assert layer.mlp is not None
+        w_in, b_in, w_out, b_out = (np.abs(w.detach().numpy()) for w in layer.mlp.parameters())
+        whole = np.abs(sum(V[k]))
+        uneven = [2 * math.tanh(sign_norm(state[:, None] * w * state) / 2) for w in W[k]]
+        heads = list(zip(W[k], V[k], uneven, strict=True))
+        if k in kept:
+            ranges = [sign_norm(apart[:, None] * w * state) + sign_norm(other[:, None] * w * apart) for w in W[k]]
+            turned = [2 * math.tanh(r / 2) * other for r in ranges]
+            pairs = list(zip(heads, turned, strict=True))
+            alone = sum(np.minimum(apart + t, state + other) @ np.abs(v) for (_, v, _), t in pairs)
+            together = apart @ whole + sum((t + u * apart) @ np.abs(v) for (_, v, u), t in pairs)
+        else:
+            alone = sum(state @ np.abs(v) for _, v, _ in heads)
+            together = state @ whole + sum(u * state @ np.abs(v) for _, v, u in heads)
+        moved = apart + np.minimum(alone, together)
+        apart = moved + 1.13 * moved @ w_in @ w_out
+        grown = [x + sum(x @ np.abs(v) for v in V[k]) for x in (state, other)]
+        grown[1] = grown[1] if k in kept else other
+        state, other = (x + (x @ w_in + b_in) @ w_out + b_out for x in grown)
+        apart = np.minimum(apart, state + other)
+    return apart
+
+
+def deletion_differs() -> float:
+    network = dg.random_network(layers=3, heads=2, dim=3, eta=0.4, seed=5, mlp=4, mlp_skip=True, activation="gelu")
+    small = dg.collapse(network, method="last-layer")
+    found = deletion.Deletion(Comparison(network, small, InputSet("box", 0.9))).value.numpy()
+    return float(np.abs(found / deleted(network, 0.9, {2}) - 1).max())
+
+
+def test_the_deletion_bound_is_that_of_the_derivation() -> None:
+    assert deletion_differs() < 1e-10
+
+
+def wide_block(network: SelfAttentionNetwork, points: Array) -> Array:
+    """Return the bound of the wide block for LayerNorm with gain 1, without biases, with MLPs of GELU (§3.13)."""
+    (W, V), (v, d), L = arrays(network), points.shape, len(network)
+    c = points - points.mean(1, keepdims=True)
+    sigma = np.sqrt((c * c).mean(1) + 1e-5)
+    u, J = c / sigma[:, None], np.full((d, d), 1 / d)
+    mlps = [[w.detach().numpy() for w in layer.mlp.parameters()] for layer in network if layer.mlp is not None]
+    hidden = [u @ w_in + b_in for w_in, b_in, _, _ in mlps]
+    Phi = [(1 + erf(z / math.sqrt(2))) / 2 for z in hidden]
+    slope = [P + z * np.exp(-z * z / 2) / math.sqrt(2 * math.pi) for P, z in zip(Phi, hidden, strict=True)]
+    m = [z * P @ mlp[2] + mlp[3] for z, P, mlp in zip(hidden, Phi, mlps, strict=True)]
+    sums = [sum(one) for one in V]
+
+    def norm(x: Array) -> Array:
+        return np.sqrt((x * x).sum(-1))
+
+    def diameter(x: Array) -> float:
+        return float(2 * norm(x - x.mean(0)).max())
+
+    def before(parts: list[Array], k: int, like: Array) -> Array:
+        return sum(parts[:k], np.zeros_like(like))
+
+    def relative(rho: Array) -> Array:
+        return rho / (math.sqrt(d) * sigma)
+
+    def shift(rho: Array) -> Array:
+        s = relative(rho)
+        moved = np.sqrt(2 - 2 * np.sqrt(1 - np.minimum(s, 1.0) ** 2))
+        return np.asarray(math.sqrt(d) * np.where(s < 1, moved, 2.0))
+
+    def between(apart: Array, rho: Array, other: Array) -> Array:
+        s = relative(np.maximum(rho, other))
+        near = apart / sigma / np.where(s < 1, 1 - s, np.nan)
+        return np.fmin(near, shift(rho) + shift(other))
+
+    def bend(apart: Array, rho: Array, other: Array) -> Array:
+        s, z = (np.where(r < 1, r, np.nan) for r in (relative(rho), relative(other)))
+        curved = apart / sigma * (s / (1 - s) + z / (1 - z)) / math.sqrt(3)
+        return np.fmin(curved, between(apart, rho, other) + apart / sigma)
+
+    tau = [[math.tanh(norm(u @ w).max() * diameter(u) / 4) for w in W[k]] for k in range(L)]
+    spread = [[diameter(u @ one) for one in V[k]] for k in range(L)]
+    E = [sum(t * s for t, s in zip(tau[k], spread[k], strict=True)) for k in range(L)]
+    G: list[float] = []
+    F: list[Array] = []
+    flat, R_A, R_M = np.zeros(d), np.zeros((v, d)), np.zeros((v, d))
+    reach = [norm(u @ before(sums, k, J)).max() for k in range(L + 1)]
+    other = np.full(v, reach[L] + sum(E))
+    for k in range(L):
+        own, none = norm(before(m, k, m[0])), np.zeros(v)
+        late = sum(E[:k]) + sum(G) + before(F, k, none)
+        rho = reach[k] + own + late
+        kappa = shift(rho).max()
+        total = kappa * spectral(sums[k])
+        for h, (w, one) in enumerate(zip(W[k], V[k], strict=True)):
+            queries = 2 * norm(u @ w).max() + 2 * kappa * spectral(w)
+            turned = math.tanh(kappa * (diameter(u @ w.T) + queries) / 4)
+            both = 2 * min(1.0, tau[k][h] + turned)
+            flat = flat + turned * np.ptp(u @ one, axis=0) + kappa * both * lengths(one)
+            total += turned * spread[k][h] + kappa * both * spectral(one)
+        G.append(total)
+        R_A = R_A + (bend(rho, rho, none) + late / sigma)[:, None] * lengths(sums[k])
+        rho_y = reach[k + 1] + own + sum(E[: k + 1]) + sum(G) + before(F, k, none)
+        lag = sum(E[k + 1 :]) + sum(G) + before(F, k, none)
+        apart = norm(u @ sum(sums[k + 1 :], np.zeros((d, d)))).max() + own + lag
+        w_in, _, w_out, _ = mlps[k]
+        loose = bend(apart, rho_y, other) + lag / sigma
+        pair = (shift(rho_y) + shift(other)) * between(apart, rho_y, other)
+        kink = 0.798 / 2 * pair[:, None] * (lengths(w_in) ** 2 @ np.abs(w_out))
+        for t in range(v):
+            R_M[t] += loose[t] * lengths(w_in * slope[k][t] @ w_out) + kink[t]
+        F.append(1.13 * spectral(w_in) * spectral(w_out) * shift(rho_y))
+    sides = np.full((2, 2, d), -np.inf)
+    for t in range(v):
+        D = (np.eye(d) - J - np.outer(u[t], u[t]) / d) / sigma[t]
+        psi = np.zeros((2, v, d))
+        for k in range(L):
+            own = before(m, k, m[0])[t]
+            later = sum(sums[k + 1 :], np.zeros((d, d)))
+            psi[0] += (u @ before(sums, k, J) + own) @ D @ sums[k]
+            psi[1] += (own - u @ later) @ D @ (mlps[k][0] * slope[k][t] @ mlps[k][2])
+        for part, rest in enumerate((R_A[t], R_M[t])):
+            for side, sign in enumerate((1, -1)):
+                sides[part, side] = np.maximum(sides[part, side], (sign * psi[part]).max(0) + rest)
+    return np.asarray((sides[0] + sides[1]).max(0) + flat)
+
+
+def wide_block_differs() -> float:
+    kind: dict[str, Any] = {"mlp": 5, "mlp_skip": True, "norm": "pre", "activation": "gelu"}
+    network = dg.random_network(layers=3, heads=2, dim=4, eta=0.05, seed=5, **kind)
+    points = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    comparison = Comparison(network, dg.collapse(network, method="parallel"), Tokens(points))
+    found = parallel_blocks.WideBlock(comparison).value.numpy()
+    return float(np.abs(found / wide_block(network, points.numpy()) - 1).max())
+
+
+def test_the_wide_block_is_that_of_the_derivation() -> None:
+    assert wide_block_differs() < 1e-6  # the slope of GELU is known to 1e-7
+
+
+def leads_differ(name: str) -> float:
+    """Return how far the leading terms are from the derivation: scalings of 1 on the ball, all pairs of points."""
+    network = dg.random_network(layers=2, heads=2, dim=3, eta=0.1, seed=5)
+    (W, V), d = arrays(network), 3
+    S = layers_of(Comparison(network, network, SETS[name]), Outward())
+    proof = ExpansionProof(Comparison(network, dg.collapse(network), SETS[name]), S)
+    assert proof.T is not None
+    lead = S.region.lead(proof.T)[0].value.floats().numpy()
+    T = sum(np.einsum("bc,ea->abce", w, v) for k in range(2) for w, v in zip(W[k], V[k], strict=True))
+    T = (T + T.swapaxes(-1, -2)) / 2
+    if name == "ball":
+        expected = np.array([np.linalg.norm(T[a].reshape(d, d * d), 2) * 1.3**3 for a in range(d)])
+    else:
+        x = POINTS.numpy()
+        delta = x[:, None] - x
+        form = np.einsum("xb,abce,tuc,tue->axtu", x, T, delta, delta)
+        expected = np.abs(form).max((1, 2, 3)) / 2
+    return float(np.abs(lead / expected - 1).max())
+
+
+@pytest.mark.parametrize("name", ["ball", "tokens"])
+def test_the_leading_terms_are_those_of_the_derivation(name: str) -> None:
+    assert leads_differ(name) < 1e-10
+
+
+# --- changed constants ------------------------------------------------------------------------------------------------
+
+
+def scaled(owner: Any, name: str, factor: float) -> tuple[Any, str, Any]:
+    """Return the method `name` with its results multiplied by a factor."""
+    before = getattr(owner, name)
+
+    def changed(*given: Any, **named: Any) -> Any:
+        found = before(*given, **named)
+        return found * factor
+
+    return owner, name, changed
+
+
+PLANTED: dict[str, tuple[tuple[Any, str, Any], Callable[[], float]]] = {
+    "ρ": ((Outward, "rho", property(lambda A: A.upper(0.99 / (12 * math.sqrt(3))))), lambda: expansion_differs("box")),
+    "tanh, box": (scaled(OutwardUpper, "tanh", 0.99), lambda: expansion_differs("box")),
+    "tanh, causal": (scaled(OutwardUpper, "tanh", 0.99), causal_differs),
+    "tanh, deletion": (scaled(OutwardUpper, "tanh", 0.99), deletion_differs),
+    "tanh, wide block": (scaled(OutwardUpper, "tanh", 0.99), wide_block_differs),
+    "spread on the box": (scaled(BoxRegion, "spread_range", 0.99), lambda: expansion_differs("box")),
+    "spread on the ball": (scaled(BallRegion, "spread_range", 0.99), lambda: expansion_differs("ball")),
+    "length on the ball": (scaled(BallRegion, "through", 0.99), lambda: expansion_differs("ball")),
+    "ranges of points": (scaled(PointRegion, "ranges", 0.99), lambda: expansion_differs("tokens")),
+    "ranges of points, causal": (scaled(PointRegion, "ranges", 0.99), causal_differs),
+    "rows of points": (scaled(PointRegion, "widest_row", 0.99), lambda: expansion_differs("tokens")),
+    "rest": (scaled(ExpansionLayers, "rest", 0.99), lambda: expansion_differs("tokens")),
+    "pairs": (scaled(Outward, "pair_sizes", 0.99), lambda: leads_differ("tokens")),
+    "norm of the leading term": (scaled(Outward, "spectral_norm", 0.99), lambda: leads_differ("ball")),
+    "slope, deletion": ((deletion, "STEEPEST", {"gelu": 1.11, "relu": 1.0}), deletion_differs),
+    "slope, wide block": ((parallel_blocks, "STEEPEST", {"gelu": 1.11, "relu": 1.0}), wide_block_differs),
+    "curvature": ((parallel_blocks, "CURVATURE", 0.79), wide_block_differs),
+    "diameter": (scaled(parallel_blocks, "diameter", 0.99), wide_block_differs),
+    "kink": (scaled(parallel_blocks.Movements, "_kink", 0.99), wide_block_differs),
+    "bend": (scaled(parallel_blocks.ReadTokens, "bend", 0.99), wide_block_differs),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_changed_constant_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (owner, attribute, value), differs = PLANTED[name]
+    monkeypatch.setattr(owner, attribute, value)
+    assert differs() > 2e-6
+
+
+@pytest.mark.parametrize("kind", ["box", "ball", "tokens", "causal", "deletion", "wide block"])
+def test_arb_notices_a_bound_that_is_rounded_down(kind: str) -> None:
+    """The result in arb is at most 1e-9 below the outward one, so nothing larger than that is lost in rounding."""
+    settings: dict[str, Any] = {"causal": {"causal": True}, "deletion": {"mlp": 4}}.get(kind, {})
+    settings |= {"mlp": 4, "mlp_skip": True, "norm": "pre", "activation": "relu"} if kind == "wide block" else {}
+    network = dg.random_network(layers=2, heads=2, dim=3, eta=0.1, seed=2, **settings)
+    surrogate = dg.collapse(network, method="last-layer" if kind == "deletion" else "parallel")
+    comparison = Comparison(
+        network, surrogate, SETS["tokens" if kind == "wide block" else kind if kind in SETS else "box"]
+    )
+    method: Method = method_of(comparison)
+    assert method.upper is not None
+    assert method.verify(comparison, method.upper)
+    with pytest.raises(VerificationError, match="output coordinate"):
+        method.verify(comparison, method.upper * (1 - 1e-9))
