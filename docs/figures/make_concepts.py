@@ -1,4 +1,4 @@
-"""Draw the pictures of the concept pages: rank collapse, layer collapse, why small weights, the sandwich.
+"""Draw the pictures of the concept pages: rank collapse, layer collapse, why small weights, the sandwich, regions.
 
 Every number in the pictures is computed here with depthgauge. The script takes less than a minute.
 
@@ -20,8 +20,10 @@ from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 import depthgauge as dg
+from depthgauge.base.errors import InputError
 from depthgauge.papers.reproduce.style import BLUE, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
 from depthgauge.papers.sweep_tasks import SplitState, split_states
+from depthgauge.theory.surrogates.closed_forms import fold
 
 HERE = Path(__file__).parent
 WIDTH = 6.0
@@ -275,11 +277,80 @@ def sandwich() -> Figure:
     return figure
 
 
+# --- regions and arithmetics ------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[dict[str, object], Callable[[dg.SelfAttentionNetwork], dg.SelfAttentionNetwork]]] = {
+    "one layer: corrected": ({}, lambda net: dg.collapse(net, method="corrected")),
+    "folding: one layer kept": ({}, lambda net: fold(net, [1])),
+    "causal: mean-field": ({"causal": True}, lambda net: dg.collapse(net, method="mean-field", length=4)),
+    "MLPs: attention deleted": ({"mlp": 6}, lambda net: dg.collapse(net, method="last-layer")),
+    "LayerNorm, MLPs: wide block": (
+        {"mlp": 6, "mlp_skip": True, "norm": "pre", "activation": "gelu"},
+        lambda net: dg.collapse(net, method="parallel"),
+    ),
+}
+"""What is compared: the settings of S, and how S' is made from it."""
+
+
+def covered_bounds() -> dict[tuple[str, str], float]:
+    """Return upper/lower of every kind of comparison over every region that is covered, all verified."""
+    vectors = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(-1, 1)
+    found = {}
+    for kind, (settings, surrogate) in KINDS.items():
+        net = dg.random_network(layers=3, heads=2, dim=4, eta=0.02, seed=0, **settings)  # type: ignore[arg-type]
+        small = surrogate(net)
+        regions: dict[str, dict[str, object]] = {
+            "box": {"radius": 1.0, "tokens": 4},
+            "ball": {"ball": 1.0, "tokens": 4},
+            "tokens": {"inputs": dg.Tokens(vectors, length=4)},
+        }
+        for region, given in regions.items():
+            try:
+                certificate = dg.certify(net, small, **given, starts=4)  # type: ignore[arg-type]
+            except InputError:  # not covered
+                continue
+            assert certificate.verify()
+            found[kind, region] = certificate.ratio or math.inf
+    return found
+
+
+def regions_and_arithmetics() -> Figure:
+    """Draw which comparisons are covered over which regions, and the two arithmetics."""
+    found, regions = covered_bounds(), ("box", "ball", "tokens")
+    with figure_style():
+        figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for row, kind in enumerate(KINDS):
+            for column, region in enumerate(regions):
+                ratio = found.get((kind, region))
+                face = "white" if ratio is None else GREEN
+                axes.bar(column, 0.86, width=0.92, bottom=row - 0.43, color=face, edgecolor=FAINT, alpha=0.3)
+                text = "not covered" if ratio is None else f"× {ratio:.3g}"
+                axes.text(
+                    column, row, text, ha="center", va="center", fontsize=9, color=FAINT if ratio is None else INK
+                )
+        for row, (name, use, color) in enumerate(
+            (("float64, outward", "gives upper", BLUE), ("arb, 200 bits", "verify()", VERMILION))
+        ):
+            axes.bar(3.35, 1.9, width=1.3, bottom=2.5 * row - 0.2, color=color, alpha=0.25, edgecolor=FAINT)
+            axes.text(3.35, 2.5 * row + 0.75, f"{name}\n{use}", ha="center", va="center", fontsize=9, color=INK)
+        axes.set_xticks([0, 1, 2, 3.35], [*regions, "arithmetic of\nevery bound"], fontsize=9)
+        axes.set_yticks(range(len(KINDS)), list(KINDS), fontsize=9)
+        axes.set(xlim=(-0.6, 4.1), ylim=(len(KINDS) - 0.4, -0.6))
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "rank-collapse": rank_collapse,
     "layer-collapse": layer_collapse,
     "why-small-weights": why_small_weights,
     "sandwich": sandwich,
+    "regions-and-arithmetics": regions_and_arithmetics,
 }
 
 
