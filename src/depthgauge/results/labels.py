@@ -214,7 +214,7 @@ TERMS: Mapping[str, str] = {
     "squares": "proof: the joint bound sharpened by sums of squares (--effort high)",
     "deletion": "proof: attention removed layer by layer; causal networks and networks with MLPs",
     "refuted": "for every shallower network tried, an input was found on which it exceeds the tolerance",
-    "undecided": "neither proved nor refuted; for statements: hidden constants, or no time left",
+    "undecided": "neither proved nor refuted; for statements: no instance was found, or no time was left",
     "fold": "a run of layers replaced by one averaging layer",
     "what-if": "the loss added when a part of one layer is skipped, with its 95 % interval",
     "static error": "relative error of a head's output with the best fixed attention pattern",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from depthgauge.papers.ledger.arithmetic import (
     Value,
     attention,
     column_norm,
+    depth,
     entry_sum,
     max_norm,
     residual,
@@ -38,9 +40,10 @@ from depthgauge.papers.ledger.claim import (
 )
 from depthgauge.papers.ledger.layer_collapse import balance, opposite_tokens
 from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.enclosures import scaled_spectral, sign_norm_up, sign_vectors
 from depthgauge.theory.network.network import SelfAttentionNetwork
-from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.network.random_networks import random_network, uniform_inputs
 from depthgauge.theory.surrogates.closed_forms import closed_form, fold
 
 # --- Inequalities for norms, residuals and softmax with sharp constants (docs/math.md §2) ----------------------------
@@ -360,6 +363,69 @@ EXPANSION: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
+# --- How close one layer can come to L layers, from both sides (docs/math.md §3.14) ----------------------------------
+
+
+def _gain(ar: Arithmetic, eta: Value, n: int, d: int, H: int, L: int) -> Evaluation:
+    """Compare the bound of 3.14 with |S(0; q) − q(S(1) − 1)|/(1 + q), where q = 1/n and all weights of S are η."""
+    weight, q, r, w = np.full((d, d), eta), ar.number(1) / n, H * d * eta, d**3 * eta**2
+
+    def above(score: Value) -> Value:
+        return q / (q + (1 - q) * ar.exp(-score)) - q
+
+    left = sum(above(w * q * ((1 + r) ** k - 1)) + q * k * r * above(w) for k in range(1, L)) * r / (1 + q)
+    X = np.array([[ar.number(int(row == n - 1))] * d for row in range(n)])
+    at_zero, at_one = (depth(ar, tokens, (weight, weight, weight), L, H)[0, 0] for tokens in (X, X[-1:]))
+    return {"S(0; q)": at_zero, "S(1)": at_one}, left, abs(at_zero - q * (at_one - 1)) / (1 + q)
+
+
+def _drawn_gain(random: Random, size: Size) -> Instance:
+    return {"eta": float(np.exp(random.uniform(np.log(0.001), 0))), **size}
+
+
+def _error_of_corrected(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
+    L, H, d, _ = V.shape
+    end, mean, one = _layers(ar, X, Q, K, V)[-1], X.sum(axis=0, keepdims=True) / len(X), 0
+    for head in zip(*(M.reshape(L * H, d, d) for M in (Q, K, V)), strict=True):
+        one = one + attention(ar, X, *head) - mean @ head[2]
+    one = one + _mean_field(X, V, np.eye(d, dtype=object))
+    eta = max_norm(ar, np.stack([Q, K, V]))
+    bound = (ar.exp(ar.number(4)) - 1) * d**3 * eta**2 * (H * L * d * eta) ** 2
+    return {"S(X)": end, "S'(X)": one, "η": eta}, max_norm(ar, end - one), bound
+
+
+def _within_one(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> bool:
+    L, H, d, _ = V.shape
+    return bool(H * L * d * max_norm(ar, np.stack([Q, K, V])) <= 1 and max_norm(ar, X) <= 1)
+
+
+def _drawn_small(random: Random, size: Size) -> Instance:
+    """Scale the weights to HLdη ≤ 1."""
+    found = dict(drawn(random, size))
+    scale = random.uniform(0, 1) / (size["H"] * size["L"] * size["d"])
+    weights = {name: found[name] / max(np.abs(found[name]).max(), 1e-9) for name in "QKV"}
+    return {"X": found["X"], **{name: scale * weight for name, weight in weights.items()}}
+
+
+_WHERE_ONE, _SHAPE = "docs/math.md §3.14", "Q, K, V ∈ R^{d×d} with entries up to η, β = 1"
+
+ONE_LAYER: tuple[Claim, ...] = (
+    searched(
+        "ours.one-layer-distance", _WHERE_ONE, ("the bound", "|S(0; q) − q(S(1) − 1)|/(1 + q)"), _gain,
+        _drawn_gain, sizes(n=(2, 2, 4), d=(1, 2, 2), H=(1, 2, 1), L=(2, 3, 4)),
+        f"{_SHAPE}; k = 1, …, L − 1; r = Hdη, w = d³η², u_q(s) = q/(q + (1 − q)e^−s) − q, q = 1/n",
+        statement="every one-layer network is at least r/(1 + q) Σ_k [u_q(wq((1 + r)^k − 1)) + qkr u_q(w)] away from "
+        "the network with all weights η", allowed=lambda ar, eta, **_: bool(eta > 0), sharp=True,
+    ),
+    searched(
+        "ours.one-layer-error", _WHERE_ONE, ("‖S(X) − S'(X)‖max", "(e⁴ − 1) d³η² (HLdη)²"), _error_of_corrected,
+        _drawn_small, _SIZES, f"{_SHAPE}, ‖X‖max ≤ 1, HLdη ≤ 1; with skip connections, any number of tokens",
+        statement="‖S(X) − S'(X)‖max ≤ (e⁴ − 1) d³η² (HLdη)², where S' has all heads and the mean-field correction",
+        allowed=_within_one,
+    ),
+)  # fmt: skip
+
+
 # --- The bounds of the library, tested on random networks (docs/math.md §3) -------------------------------------------
 
 _NETWORKS = ((2, 1, 4, 0.01), (2, 1, 4, 0.2), (3, 2, 4, 0.05), (4, 2, 8, 0.01))
@@ -368,22 +434,23 @@ _NETWORKS = ((2, 1, 4, 0.01), (2, 1, 4, 0.2), (3, 2, 4, 0.05), (4, 2, 8, 0.01))
 
 def _sandwiched(
     surrogate: Callable[[SelfAttentionNetwork], SelfAttentionNetwork],
-    ball: bool = False,
-    mlp: int | None = None,
+    inputs: str = "radius",
     tokens: int | None = None,
+    **kind: Any,
 ) -> Callable[[], Observed]:
     """Return a check that holds if no attack exceeds its certificate; its ratio is the largest attack/certificate.
 
-    With a number of tokens the networks are causal.
+    `inputs` is the argument of `certify`: a box or a ball of radius 1, or all sequences of five vectors.
+    With a number of tokens the networks are causal. `kind` are further options of the networks.
     """
 
     def run() -> Observed:
         found = []
         for seed, (layers, heads, dim, eta) in enumerate(_NETWORKS):
             shape = {"layers": layers, "heads": heads, "dim": dim, "eta": eta}
-            network = random_network(**shape, seed=seed, mlp=mlp, causal=tokens is not None)  # type: ignore[arg-type]
-            inputs = {"ball": 1.0} if ball else {"radius": 1.0}
-            bounds = certify(network, surrogate(network), **inputs, tokens=tokens, starts=4, steps=10)  # type: ignore[arg-type]
+            network = random_network(**shape, seed=seed, causal=tokens is not None, **kind)  # type: ignore[arg-type]
+            region: Any = Tokens(uniform_inputs(1, 5, dim, seed=seed)[0]) if inputs == "inputs" else 1.0
+            bounds = certify(network, surrogate(network), **{inputs: region}, tokens=tokens, starts=4, steps=10)
             found.append(bounds)
         ratios = [c.lower / c.upper for c in found if c.upper is not None]
         broken = sum(ratio > 1 for ratio in ratios)
@@ -394,8 +461,8 @@ def _sandwiched(
     return run
 
 
-def _by_method(method: str, ball: bool = False, mlp: int | None = None) -> Callable[[], Observed]:
-    return _sandwiched(lambda network: closed_form(network, method), ball, mlp)
+def _by_method(method: str, inputs: str = "radius", **kind: Any) -> Callable[[], Observed]:
+    return _sandwiched(lambda network: closed_form(network, method), inputs, **kind)
 
 
 def _sign_norms() -> Observed:
@@ -412,10 +479,11 @@ def _sign_norms() -> Observed:
 
 
 _SET = "‖X‖max ≤ φ, any number of tokens"
+_PROMPTS = "every token is one of finitely many vectors, any number of tokens"
 
 
 def _claim(id: str, statement: str, run: Callable[[], Observed], hypothesis: str = _SET) -> Claim:
-    return Claim(f"ours.{id}", "docs/math.md §3", statement, Computation(run), hypothesis)
+    return Claim(f"ours.{id}", _WHERE, statement, Computation(run), hypothesis)
 
 
 CERTIFICATES: tuple[Claim, ...] = (
@@ -444,7 +512,7 @@ CERTIFICATES: tuple[Claim, ...] = (
     ),
     _claim(
         "row-ball", "‖S(X) − S'(X)‖max ≤ its certificate, where S' is the mean-field layer",
-        _by_method("mean-field", ball=True), "every token has Euclidean norm at most r; any number of tokens",
+        _by_method("mean-field", "ball"), "every token has Euclidean norm at most r; any number of tokens",
     ),
     _claim(
         "causal-mean-field",
@@ -457,6 +525,15 @@ CERTIFICATES: tuple[Claim, ...] = (
         "deleting the attention of layer ℓ changes the output by at most λ_ℓ out_ℓ Π_{k>ℓ} λ_k (1 + Lip_k)",
         _by_method("identity", mlp=8),
         "X_{ℓ+1} = f_ℓ(X_ℓ + Σ_h attention_h(X_ℓ)), f_ℓ with Lipschitz constant λ_ℓ in the max norm",
+    ),
+    _claim(
+        "tokens", "‖S(X) − S'(X)‖max ≤ its certificate over tokens (3.11), where S' is the mean-field layer",
+        _by_method("mean-field", "inputs"), _PROMPTS,
+    ),
+    _claim(
+        "wide-block", "‖S(X) − S'(X)‖max ≤ its certificate (3.13), where S' has all heads, then all MLPs, side by side",
+        _by_method("parallel", "inputs", norm="pre", mlp=8, mlp_skip=True),
+        f"{_PROMPTS}; LayerNorm before attention and MLP, both with skip connections",
     ),
 )  # fmt: skip
 
@@ -550,4 +627,4 @@ CAUSAL: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
-CLAIMS: tuple[Claim, ...] = (*CONSTANTS, *EXPANSION, *CAUSAL, *CERTIFICATES)
+CLAIMS: tuple[Claim, ...] = (*CONSTANTS, *EXPANSION, *ONE_LAYER, *CAUSAL, *CERTIFICATES)

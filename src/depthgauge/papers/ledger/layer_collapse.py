@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator as Random
 
-from depthgauge.base.format import number
 from depthgauge.papers.ledger.arithmetic import (
     FLOATS,
     Arithmetic,
@@ -26,13 +25,11 @@ from depthgauge.papers.ledger.arithmetic import (
 )
 from depthgauge.papers.ledger.claim import (
     Claim,
-    Computation,
     Evaluate,
     Evaluation,
     Inequality,
     Instance,
     Misprint,
-    Observed,
     Size,
     Starts,
     corners,
@@ -41,6 +38,7 @@ from depthgauge.papers.ledger.claim import (
     searched,
     sizes,
 )
+from depthgauge.papers.ledger.one_layer import SETTING
 
 # --- Paper A on norms, residuals and softmax: 3.2, 3.3, 4.1, 4.2, B.1, B.2, B.3, B.4, D.3, D.4, D.5 ------------------
 
@@ -603,10 +601,10 @@ NETWORKS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
-# --- The main theorem of paper A: 1.2, D.1 and Remark D.2 ------------------------------------------------------------
+# --- The bound in the proof of the main theorem of paper A, D.1 ----------------------------------------------------
 # The proof of Theorem D.1 deletes every layer except the last and bounds the distance by (C^L + … + C + 1)δ with ε_ℓ =
 # 2ηφ₀(1 + Hη)^ℓ, δ = max_ℓ 2g(2Hε_ℓ), C = max_ℓ 3η(ε_ℓ² + 1). This bound has no hidden constant and can be tested. The
-# theorem itself states O(A/L).
+# theorem itself states O(A/L); `one_layer` decides it.
 
 
 def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tuple[Value, Value, Value, Value]:
@@ -670,42 +668,15 @@ def _explicit(displayed: bool, over: tuple[Size, ...], where: str, statement: st
     left = "‖softmv_L(X_{L−1}) − softmv_L(X)‖∞" if displayed else "‖S(X) − S'(X)‖∞"
     return searched(
         "A.D.1.displayed" if displayed else "A.D.1", f"Theorem D.1, {where} of its proof",
-        (left, "(C^L + … + C + 1)δ"), _collapsed(displayed), _drawn_network, over, _SETTING,
+        (left, "(C^L + … + C + 1)δ"), _collapsed(displayed), _drawn_network, over, SETTING,
         "ours.mean-field-certificate", statement=statement, allowed=_conditions, starts=_aligned_inputs,
         note=f"{note} {_SAME}",
     )  # fmt: skip
 
 
-def _informal() -> Observed:
-    """Compute ‖S(X) − X‖∞/η for constant weights and growing d: the constant hidden in O(η) when S' = identity."""
-    eta, found = 1e-3, []
-    for d in (2, 8, 32):
-        weight, X = eta * np.ones((d, d)), np.ones((1, d))
-        end = depth(FLOATS, X, (weight, weight, weight), 4, 1)
-        found.append(f"{number(float(np.abs(end - X).max() / eta))} at d = {d}")
-    remarks = (
-        "The O(·) hides a constant, and the statement does not say what the constant may depend on.",
-        f"For S' = identity, L = 4 and all weights equal to η = 10⁻³, ‖S(X) − S'(X)‖∞/η is {', '.join(found)}. For "
-        "this S' the constant grows with d. Whether another S' avoids this is not decided here.",
-        "For fixed width, depth and number of heads the mean-field layer has an error of order η³ "
-        "(docs/math.md §3), which ours.mean-field-certificate bounds.",
-    )
-    return Observed("undecided", None, len(found), remarks)
-
-
-_SETTING = "every weight has absolute value at most η, H heads, L layers, η ≤ A·min{1/(HL), 1/φ₀} ≤ 1, ‖X‖∞ ≤ φ₀"
 _SAME = "All layers and heads of the witness have the same Q, K, V; the conditions hold with A = 1."
-_REMARKS = (
-    "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
-    "ours.mlp-deletion is a bound of this kind.",
-)
 
 THEOREM: tuple[Claim, ...] = (
-    Claim(
-        "A.1.2", "Theorem 1.2 (informal)",
-        "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(η) for every ‖X‖∞ ≤ O(1)",
-        Computation(_informal), "every weight has absolute value at most η", "ours.mean-field-certificate",
-    ),
     _explicit(
         False, tuple({"d": 1, "L": L} for L in (4, 8, 16, 24)), "the bound",
         "‖S(X) − S'(X)‖∞ ≤ (C^L + … + C + 1)δ, where S' is the last layer alone",
@@ -716,16 +687,6 @@ THEOREM: tuple[Claim, ...] = (
         True, tuple({"d": d, "L": 4} for d in (2, 4, 8)), "the displayed inequality",
         "‖softmv_L(B_L⁰) − softmv_L(B_L^L)‖∞ ≤ (C^L + … + C + 1)δ",
         "These are the attention outputs of the last layer, without the skip connection.",
-    ),
-    Claim(
-        "A.D.1.exists", "Theorem D.1, as an existence statement",
-        "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(A/L)",
-        Computation(_informal), _SETTING, "ours.mean-field-certificate",
-    ),
-    Claim(
-        "A.D.2", "Remark D.2",
-        "the proof generalises to layers with an MLP f, with the Lipschitz constant of f in the bound",
-        Computation(lambda: Observed("undecided", None, 0, _REMARKS)), "X_ℓ = f(B_ℓ)", "ours.mlp-deletion",
     ),
 )  # fmt: skip
 

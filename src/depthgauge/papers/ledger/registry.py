@@ -28,6 +28,7 @@ from depthgauge.papers.ledger.claim import (
 )
 from depthgauge.papers.ledger.corrected import CLAIMS as CORRECTED
 from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
+from depthgauge.papers.ledger.one_layer import CLAIMS as ONE_LAYER
 from depthgauge.papers.ledger.random_signs import CLAIMS as SIGNS
 from depthgauge.papers.ledger.regression_lemmas import DEFINITIONS, REGRESSION
 from depthgauge.papers.ledger.search import judge
@@ -38,7 +39,7 @@ MEANING: Mapping[Verdict, str] = {
     "holds": "no counterexample found by this search (not a proof)",
     "fails": "counterexample, verified exactly",
     "misprint": "counterexample to the printed form, verified exactly; none found to the intended form",
-    "undecided": "hidden constants, or the time budget ran out",
+    "undecided": "no instance was found that satisfies the hypotheses, or the time budget ran out",
 }
 """What a verdict of a search means."""
 STUDY_MEANING: Mapping[Verdict, str] = {
@@ -139,7 +140,7 @@ def _place(claim: Claim) -> tuple[int, list[tuple[int, str]]]:
 
 
 _PAPER_B = (*DEFINITIONS, *REGRESSION, *SIGNS, *ALL_ONES, *IDENTITY, *CROSS)
-_ALL = (*sorted((*LAYER_COLLAPSE, *_PAPER_B), key=_place), *CORRECTED)
+_ALL = (*sorted((*LAYER_COLLAPSE, *ONE_LAYER, *_PAPER_B), key=_place), *CORRECTED)
 _REGISTRY = MappingProxyType({claim.id: claim for claim in _ALL})
 
 
@@ -229,7 +230,7 @@ def claims(
     - `fails`: there is a counterexample, and it was verified exactly.
     - `misprint`: there is a counterexample to the printed form, and none was found to the intended form, which is
       the form that the proof or the context uses.
-    - `undecided`: the statement has hidden constants, or the time budget ran out.
+    - `undecided`: no instance was found that satisfies the hypotheses, or the time budget ran out.
 
     Statements about probabilities are not searched: their probabilities are computed for a list of sizes n, and the
     verdict is about these sizes. Searches are counted in evaluations and seeded by the id of the statement, so without

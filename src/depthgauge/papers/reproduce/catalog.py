@@ -82,6 +82,10 @@ FIGURES: dict[str, Figure] = {
             "A6", "Error of one causal layer against the weight size η, between lower bound and certificate.",
             "network_figures:CausalErrors",
         ),
+        Figure(
+            "A7", "Distance of two layers from every one-layer network against the weight size η and the width.",
+            "one_layer_figure:OneLayerDistance",
+        ),
         _separation("B3", "ab", "Figure 3 of paper B, the success rate of softmax regression against n and m."),
         _separation(
             "B4", "abcdef",
