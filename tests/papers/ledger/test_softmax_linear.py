@@ -196,14 +196,14 @@ def test_row_probabilities_against_all_sign_vectors(case, classes, dataset, kind
     }
     assert mine == above
     special = float((c[0] @ signs.T >= tau).mean())
-    assert RowEvent(dataset, kind.name, "special", "below").failure_probability(setting) == pytest.approx(
+    assert RowEvent(dataset, kind.family, "special", "below").failure_probability(setting) == pytest.approx(
         special, abs=1e-12
     )
     within = float((np.abs(c[0] @ signs.T) >= tau).mean())
-    assert RowEvent(dataset, kind.name, "special", "within").failure_probability(setting) == pytest.approx(
+    assert RowEvent(dataset, kind.family, "special", "within").failure_probability(setting) == pytest.approx(
         within, abs=1e-12
     )
-    reaches = RowEvent(dataset, kind.name, "special", "reaches").failure_probability(setting)
+    reaches = RowEvent(dataset, kind.family, "special", "reaches").failure_probability(setting)
     assert reaches == pytest.approx(1 - special, abs=1e-12)
     positive = float((c @ signs.T > tau).any(axis=0).mean())
     assert random_signs.positive_probability(setting, dataset, kind) == pytest.approx(positive, abs=1e-12)
