@@ -7,11 +7,11 @@ blocks are removed each time, and the same number of tokens is trained on; half 
 
 - `none`: the user's text alone
 - `bare`: samples that begin with a token drawn uniformly from the vocabulary
-- `continued`: continuations of beginnings of passages, each used once; `continued / 4` has a quarter of them, each used
-  four times
+- `continued`: continuations of beginnings of passages, each used once; `continued / 2` and `continued / 4` have a half
+  and a quarter of them, which are used two and four times
 
 Printed are increases of the loss in nats per token, and the standard error of the difference to `continued`, window by
-window.
+window. Each kind is trained once, so the spread over seeds is not in it.
 """
 
 import argparse

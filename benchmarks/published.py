@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = [_size(checkpoint, count, options) for count in counts]
     return {
         "name": options.name or checkpoint.name, "layers": layers, "parameters": checkpoint.describe().parameters,
-        "bytes": weight_bytes(source), "counts": counts, "sizes": sizes,
+        "bytes": weight_bytes(source), "made_in": options.dtype, "counts": counts, "sizes": sizes,
         "rows": [{key: value for key, value in row.items() if key != "folder"} for row in rows],
         "evaluation": _without_paths(record, ["dense", *(f"{row['method']}, {row['removed']}" for row in rows)]),
         "device": torch.cuda.get_device_name() if checkpoint.device.type == "cuda" else platform.machine(),

@@ -117,4 +117,4 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
 
 def _measured_with(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"Measured on {document['device']} in float32 with {versions}."
+    return f"Made in {document['made_in']}, measured in float32, on {document['device']} with {versions}."
