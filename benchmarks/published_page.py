@@ -18,16 +18,44 @@ STYLES = {
     "depthgauge, recovered 8M": (VERMILION, "-"),
 }  # fmt: skip
 """Colour and line of each method."""
+QUARTER = 0.25
+"""The share of the blocks in the summary."""
 TOP = 2.2
 """Bits per byte at the upper end of the figure; a model that needs more has lost the language."""
 
 
 def write_page(path: Path, documents: Sequence[dict[str, Any]]) -> None:
     """Write docs/results.md, and its figure into the folder `figures` beside it."""
-    lines = [*INTRODUCTION.splitlines(), *(line for one in documents for line in _section(one))]
+    sections = (line for one in documents for line in _section(one))
+    lines = [*INTRODUCTION.splitlines(), "", *_summary(documents), *sections, *METHODS.splitlines()]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with figure_style():
         _drawn(documents).savefig(path.parent / "figures" / "results.png", dpi=200, facecolor="white")
+        _front(documents).savefig(path.parent / "figures" / "removed.png", dpi=200, facecolor="white")
+
+
+def _front(documents: Sequence[dict[str, Any]]) -> Figure:
+    """Return the figure of the README: loss against removed blocks of the model with the longest recovery."""
+    document = max(documents, key=lambda one: sum(row["method"].startswith(RECOVERED) for row in one["rows"]))
+    record, rows = check_evaluate(document["evaluation"], document["name"]), document["rows"]
+    losses = [sum(text.results[k].loss for text in record.texts) / len(record.texts) for k in range(len(rows) + 1)]
+    trained = [row["method"] for row in rows if row["method"].startswith(RECOVERED)]
+    figure = Figure(figsize=(5.2, 2.9), layout="constrained")
+    panel = figure.subplots()
+    for method, words, color in (
+        ("SLEB", "greedy removal by loss (SLEB)", FAINT), ("depthgauge", "depthgauge, not trained", BLUE),
+        (trained[-1], f"{trained[-1]} tokens", VERMILION),
+    ):  # fmt: skip
+        points = [
+            (0, losses[0]),
+            *((row["removed"], losses[k]) for k, row in enumerate(rows, 1) if row["method"] == method),
+        ]
+        panel.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=words)
+    panel.axhline(losses[0], color=INK, linewidth=0.7, linestyle=DASHED)
+    panel.annotate("all blocks", (points[-1][0], losses[0]), (0, 3), textcoords="offset points", ha="right", fontsize=7)
+    panel.set(title=document["name"], xlabel=f"removed blocks of {document['layers']}", ylabel="loss, nats per token")
+    panel.legend(loc="upper left")
+    return figure
 
 
 def _drawn(documents: Sequence[dict[str, Any]]) -> Figure:
@@ -58,10 +86,13 @@ def _bits(record: EvaluateRecord) -> list[float]:
 INTRODUCTION = """\
 # Results
 
-Several methods remove 10, 25 and 40 % of the blocks of a model. All are calibrated on the same two thirds of three
-texts and measured on the rest, which none of them has read, and on the built-in text. This page is made by
-`benchmarks/published.py` from the results in `benchmarks/results/`; to add a model, run the command at the top of that
-file.
+What is left of a model when 10, 25 and 40 % of its blocks are removed. All methods are calibrated on the same two
+thirds of three texts and measured on the rest, which none of them has read, and on the built-in text.
+
+![Bits per byte against the number of removed blocks, by method](figures/results.png)
+"""
+METHODS = """
+## How it was measured
 
 - **ShortGPT, UIDL, SLEB** choose blocks and repair nothing, as published. SLEB is greedy removal by loss. Published
   repairs are compared in `benchmarks/shrink.py`.
@@ -73,9 +104,39 @@ file.
 - **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
   items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
   95 % interval.
-
-![Bits per byte against the number of removed blocks, by method](figures/results.png)
+- This page is made by `benchmarks/published.py` from the results in `benchmarks/results/`; to add a model, run the
+  command at the top of that file.
 """
+
+
+def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of the size nearest to a quarter of the blocks: the dense model, SLEB, and depthgauge's rows."""
+    yield from ("## A quarter of the blocks removed", "")
+    yield "| model | method | parameters | loss | bits per byte | cloze | difference of cloze |"
+    yield "| --- " * 7 + "|"
+    for document in documents:
+        record = check_evaluate(document["evaluation"], document["name"])
+        (task,) = [task for task in record.tasks if task.metric == "acc"]
+        bits, layers, models = _bits(record), document["layers"], [{"method": "dense", "removed": 0}, *document["rows"]]
+        size = min(document["sizes"], key=lambda size: abs(size["removed"] / layers - QUARTER))
+        for k, model in enumerate(models):
+            if model["removed"] not in (0, size["removed"]) or model["method"] in ("ShortGPT", "UIDL"):
+                continue
+            parameters = size["parameters"] if model["removed"] else document["parameters"]
+            loss = sum(text.results[k].loss for text in record.texts) / len(record.texts)
+            name = f"{document['name']}, {layers - size['removed']} of {layers} blocks" if k == 0 else ""
+            cells = (
+                name, model["method"], f"{parameters / 1e6:.0f} million", f"{loss:.3f}", f"{bits[k]:.3f}",
+                f"{task.results[k].accuracy:.3f}", _difference(task.results[k]),
+            )  # fmt: skip
+            yield f"| {' | '.join(cells)} |"
+
+
+def _difference(accuracy: Any) -> str:
+    """Return the difference to the dense model with its interval; empty for the dense model."""
+    if accuracy.low is None:
+        return ""
+    return f"{accuracy.difference:+.3f} ({accuracy.low:+.3f} to {accuracy.high:+.3f})"
 
 
 def _section(document: dict[str, Any]) -> Iterator[str]:
@@ -97,7 +158,7 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
     for k, (removed, method) in enumerate(labels):
         losses = [f"{text.results[k].loss:.3f}" for text in record.texts]
         one = task.results[k]
-        interval = "" if one.low is None else f"{one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+        interval = _difference(one)
         table.append(
             (
                 int(removed),

@@ -136,6 +136,24 @@ def test_shrink_recovers_before_it_certifies(place: Path) -> None:
     assert "How the training went" in (place / "shrunk.html").read_text()
     dense = dg.shrink(place / "model", recover="none", **given).record
     assert dense.loss.dense == record.loss.dense  # the dense model has its weights again
+    assert len(record.examples) == 3
+    for example in record.examples:
+        assert example.dense == continued(place / "model", example.prompt)
+        assert example.shrunk == continued(place / "shrunk", example.prompt)
+        assert example.unrecovered == continued(place / "smaller", example.prompt)
+    assert dense.examples == ()  # nothing was written
+    assert "What the models write" in (place / "shrunk.html").read_text()
+
+
+def continued(folder: Path, prompt: str) -> str:
+    """Return what transformers' own `generate` adds to a prompt that is half a window."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    made = model.generate(ids, do_sample=False, max_new_tokens=WINDOW - WINDOW // 2, pad_token_id=0, eos_token_id=-1)
+    return tokenizer.decode(made[0, ids.shape[1] :])
 
 
 def test_a_shrink_without_training_says_how_to_train(place: Path) -> None:

@@ -282,8 +282,12 @@ def _sampled(
     block = _TOGETHER.get(teacher.device.type, MOST_ROWS)
 
     def advance(done: int, total: int, label: str) -> None:
-        progress(first + len(part) * done // total, count, "sample general windows")
-        if seconds is not None and done < total and time.perf_counter() - begun > seconds / SAMPLING_SHARE:
+        if seconds is None:
+            progress(first + len(part) * done // total, count, "sample general windows")
+            return
+        passed, limit = time.perf_counter() - begun, seconds / SAMPLING_SHARE
+        progress(min(int(passed), int(limit)), int(limit), "sample general windows, seconds")
+        if done < total and passed > limit:
             raise _TimeOverError
 
     try:

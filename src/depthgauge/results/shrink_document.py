@@ -435,10 +435,10 @@ def shrink_parts(record: ShrinkRecord) -> tuple[Part, ...]:
     # The repair changes blocks from the one before the first gap on.
     first = 0 if is_trained else min(record.removed, default=0) - 1 if record.repaired else record.layers_before
     return present(
-        stack_part(plan, record.removed, first) if record.removed else None,
-        text_part(record), curve_part(record), guarantee_part(record),
+        curve_part(record), stack_part(plan, record.removed, first) if record.removed else None,
+        candidate_part(plan, record), recovery_part(record.recovery, record.objective), guarantee_part(record),
+        text_part(record), cost_part(record), examples_part(record),
         *(() if record.evaluation is None else evaluate_parts(record.evaluation)),
-        cost_part(record), candidate_part(plan, record), recovery_part(record.recovery, record.objective),
         search_part(plan, Place.PAGE), _windows_part(plan, record.seconds), notes_part(record),
     )  # fmt: skip
 
@@ -556,7 +556,7 @@ def _short_name(text: TextRecord, texts: Sequence[TextRecord]) -> str:
 
 
 def curve_part(record: ShrinkRecord) -> Part | None:
-    """Return the increase against the number of removed layers, for this and the other ways to choose them."""
+    """Return the increase and the size against the number of removed layers, and other ways to choose them."""
     points = [point for point in record.curve if point.increase is not None]
     if not points:
         return None
@@ -589,9 +589,14 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         f"Measured on the selection {noun}s; {repaired} was repaired. {words} The cost itself was measured on other "
         f"{noun}s."
     )
-    plot = Plot(alt, Axis("layers removed", step=max(1, -(-most // 10))), Axis(added), lines)
-    title = "Other ways to choose the layers"
-    return Part("curve", title, caption, Chart((plot,), 380), table, half=True, place=Place.PAGE)
+    second, before, after = None, record.parameters.before, record.parameters.after
+    if before and after is not None:
+        shares, at = [100.0, 100 * after / before], [0, len(record.removed)]
+        sizes = [f"{number(share, 4)} % of the parameters" for share in shares]
+        lines.append(Series("line", "parameters", at, shares, "@faint", places=_sizes(at), texts=sizes, is_second=True))
+        second = Axis("parameters, % of the source model")
+    plot = Plot(alt, Axis("layers removed", step=max(1, -(-most // 10))), Axis(added), lines, second=second)
+    return Part("curve", "Loss and size", caption, Chart((plot,), 380), table, place=Place.PAGE)
 
 
 def _sizes(removed: Sequence[int]) -> list[str]:
@@ -679,6 +684,19 @@ def cost_part(record: ShrinkRecord) -> Part | None:
     caption = "Both models were measured in turns in one run; a ratio below 1 is smaller or faster."
     caption = f"{caption} {times_sentence(record)}".rstrip()
     return Part("costs", "Size, memory and speed", caption, None, table, half=True)
+
+
+def examples_part(record: ShrinkRecord) -> Part | None:
+    """Return how the models continue the same prompts, side by side."""
+    if not record.examples:
+        return None
+    unrecovered = ("smaller model, not trained",) if record.examples[0].unrecovered is not None else ()
+    names = ("prompt", "source model", *unrecovered, "smaller model")
+    rows = tuple((one.prompt, one.dense, *(() if one.unrecovered is None else (one.unrecovered,)), one.shrunk)
+                 for one in record.examples)  # fmt: skip
+    caption = "Each model continues the beginning of a window that nothing was fitted on, with the most likely token."
+    table = Table("The same prompts", names, rows, is_open=True)
+    return Part("examples", "What the models write", caption, None, table, place=Place.PAGE)
 
 
 def search_part(plan: PlanRecord, place: Place = EVERYWHERE) -> Part | None:

@@ -552,6 +552,20 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
     source_difference: Measured = None
 
 
+class ExampleRecord(Record, frozen=True, kw_only=True):
+    """How the models continue the same beginning of a selection window, with the most likely token at each place.
+
+    - `prompt`: the beginning
+    - `dense`, `shrunk`: what the dense model and the smaller one write
+    - `unrecovered`: what the smaller model wrote before its recovery; None without one
+    """
+
+    prompt: str
+    dense: str
+    shrunk: str
+    unrecovered: str | None = None
+
+
 class ShrinkRecord(Record, frozen=True, kw_only=True):
     """The result of `shrink`. Layers are counted from 0 in the source model.
 
@@ -565,6 +579,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; of several sizes, both
       include the sizes before this one
     - `evaluation`: both models on tasks, the dense one first; None if no tasks were asked for
+    - `examples`: continuations by both models; empty if they are not causal language models, or nothing was written
     - `out`: the directory or the GGUF file of the shrunk model; None if nothing was written
     """
 
@@ -590,6 +605,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     recovery: RecoveryRecord | None = None
     reload: ReloadRecord | None
     evaluation: EvaluateRecord | None = None
+    examples: tuple[ExampleRecord, ...] = ()
     plan: PlanRecord
     notes: tuple[str, ...]
     versions: dict[str, str]

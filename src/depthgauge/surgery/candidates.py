@@ -245,7 +245,7 @@ class Candidates:
       is for models that are not recovered: after 300 steps of recovery, those that began so were worse (SmolLM2-135M)
     - `trial`: a short training after which all sets are compared, or None
     - `training`: the last stage of the repair of the best set, or None
-    - `observe`: called with the model of the best set while its weights are the original ones
+    - `observers`: called with the model of the best set while its weights are the original ones
     - `notes`: what was left out
     """
 
@@ -253,7 +253,7 @@ class Candidates:
     refits: bool = True
     trial: Recovery | None = None
     training: Recovery | None = None
-    observe: Callable[[Checkpoint], None] | None = None
+    observers: Sequence[Callable[[Checkpoint], None]] = ()
     notes: list[str] = field(default_factory=list)
 
     def choose(
@@ -346,8 +346,8 @@ class Candidates:
         """Put the weights of a repair back, and train them as its last stage."""
         student = self.student
         student.keep_all_but(removed)
-        if self.observe is not None:
-            self.observe(smaller_model(student))
+        for observe in self.observers:
+            observe(smaller_model(student))
         weights = self.changed_weights
         if made.stages:
             student.remember(weights)

@@ -22,6 +22,7 @@ from depthgauge.results.shrink_document import shrink_warnings
 from depthgauge.results.shrink_record import (
     SHRINK_ADVICE,
     BeforeAfter,
+    ExampleRecord,
     PlanRecord,
     ShrinkRecord,
     SpeedRecord,
@@ -59,6 +60,7 @@ from depthgauge.workflows.shrink_stages import (
     training_advice,
     training_amount,
 )
+from depthgauge.workflows.text_examples import TextExamples
 
 UNRECOVERED = "the smaller model before its recovery"
 SHRUNK = "the smaller model"
@@ -118,8 +120,10 @@ def make_models(
             evaluation = evaluation or _prepared(run, tasks_after(None, checkpoint.device, checkpoint.objective))
             recovery = recovery_of(run, work, amount)
         tasks = None if evaluation is None else TaskRuns(run, work, evaluation)
-        candidates = candidates_of(run, work, recovery, None if tasks is None else tasks.observe)
-        finish = Finish(run, work, certifier, candidates, tasks)
+        examples = _examples(work, out)
+        observers = [one.observe for one in (tasks, examples) if one is not None]
+        candidates = candidates_of(run, work, recovery, observers)
+        finish = Finish(run, work, certifier, candidates, tasks, examples)
         if run.limit is not None:
             with _fresh_process(opened.checkpoint, opened.stored, out) as process:
                 shrunk, tested = largest_within(work.search, candidates, certifier, run.limit, opened.stored, recovery)
@@ -148,6 +152,13 @@ def _fresh_process(checkpoint: Checkpoint, stored: Any, out: str | Path | None) 
         return
     with FreshProcess(checkpoint.model) as process:
         yield process
+
+
+def _examples(work: Workbench, out: str | Path | None) -> TextExamples | None:
+    """Return what shows how the models write, if the smaller one is written and both can write."""
+    dense = work.opened.checkpoint
+    writes = out is not None and dense.objective == "loss" and dense.stream is None
+    return TextExamples(work.opened, work.windows) if writes else None
 
 
 def _prepared(run: Run, tasks: str | None) -> PreparedEvaluation | None:
@@ -194,6 +205,7 @@ class Measured:
     memory: BeforeAfter | None = None
     held: str | None = None
     evaluation: EvaluateRecord | None = None
+    examples: tuple[ExampleRecord, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +217,7 @@ class Finish:
     certifier: Certifier
     candidates: Candidates
     tasks: TaskRuns | None
+    examples: TextExamples | None
 
     def finished(
         self,
@@ -268,7 +281,10 @@ class Finish:
             smaller = as_dtype(model, checkpoint.model.dtype)
             with self.run.durations("speed"):
                 speed, memory, held = compare_speed(checkpoint.model, smaller, self.certifier.inputs[:1])
-        return Measured(speed, memory, held, None if self.tasks is None else self.tasks.record(model))
+        tasks = None if self.tasks is None else self.tasks.record(model)
+        with self.run.durations("examples"):
+            examples = () if self.examples is None else self.examples.record(as_dtype(model, checkpoint.model.dtype))
+        return Measured(speed, memory, held, tasks, examples)
 
     def _record(
         self,
@@ -307,6 +323,7 @@ class Finish:
             recovery=shrunk.recovery,
             reload=None if checked is None else checked.reload,
             evaluation=measured.evaluation,
+            examples=measured.examples,
             plan=plan_of(run, work, shrunk.removed, shrunk.candidates),
             notes=(),
             versions=library_versions(machine=platform.machine()),

@@ -1,7 +1,7 @@
 """The first stages of a run of `shrink`: load the model, cut its windows, and choose what the rest is trained on."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -240,18 +240,18 @@ def recovery_of(run: Run, work: Workbench, amount: Amount) -> Recovery:
 
 
 def candidates_of(
-    run: Run, work: Workbench, recovery: Recovery | None, observe: Callable[[Checkpoint], None] | None = None
+    run: Run, work: Workbench, recovery: Recovery | None, observers: Sequence[Callable[[Checkpoint], None]] = ()
 ) -> Candidates:
     """Return how sets of blocks are compared.
 
-    If a recovery follows, on a GPU after a short one of each set; `observe` is called with the smaller model before it.
-    Otherwise after least squares, and the best one is then trained on the windows to fit.
+    If a recovery follows, on a GPU after a short one of each set; `observers` are called with the smaller model before
+    the recovery. Otherwise after least squares, and the best one is then trained on the windows to fit.
     """
     student, checkpoint = work.student, work.opened.checkpoint
     if recovery is not None:
         trial = replace(recovery, amount=recovery.amount.short, apart=None)
         return Candidates(
-            student, refits=False, trial=trial if checkpoint.device.type == "cuda" else None, observe=observe
+            student, refits=False, trial=trial if checkpoint.device.type == "cuda" else None, observers=observers
         )
     if not student.repairs or checkpoint.stream is not None:
         return Candidates(student)

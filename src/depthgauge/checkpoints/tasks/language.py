@@ -443,6 +443,25 @@ def _continue(
     return torch.cat(made, dim=1).cpu()
 
 
+@torch.no_grad()
+def continue_greedily(
+    checkpoint: Checkpoint, prompts: Int[Tensor, "rows prompt"], tokens: int
+) -> Int[Tensor, "rows new"]:
+    """Return the most likely next token after each prompt, and after that, `tokens` times; none without a KV cache."""
+    fed, cache, made = prompts.to(checkpoint.device), dict[str, Any](), [prompts[:, :0]]
+    with quiet():
+        for _ in range(tokens):
+            try:
+                out, cache = decoded(checkpoint.model, fed, cache)
+            except (AttributeError, LookupError, TypeError, ValueError):  # its cache is of another kind
+                cache = {}
+            if not cache or out.logits.shape[:2] != fed.shape:
+                return made[0]
+            fed = out.logits[:, -1:].argmax(dim=-1).to(checkpoint.device)
+            made.append(fed.cpu())
+    return torch.cat(made, dim=1)
+
+
 def draw(
     logits: Float[Tensor, "rows vocabulary"],
     uniform: Float[Tensor, " rows"],
