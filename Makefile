@@ -14,7 +14,7 @@ export PIP_NO_COMPILE := 0
 
 .PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme soak bench clean
 help:
-	@echo "make demo   install the core and gauge the built-in pair of networks"
+	@echo "make demo   gauge the built-in pair of networks, then gauge and shrink a tiny model"
 	@echo "make test   install everything, then lint, types and the whole test suite"
 	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
 	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
@@ -54,12 +54,14 @@ $(VENV)/gpu.stamp: $(VENV)/dev.stamp
 	@touch $@
 
 $(VENV)/report.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable ".[report]"
+	$(INSTALL) --editable ".[models,report]"
 	@touch $@ $(VENV)/core.stamp
 
 demo: $(VENV)/report.stamp
 	@mkdir -p results
 	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html --overwrite
+	rm -rf results/demo
+	$(BIN)/depthgauge demo --out results/demo
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -4,18 +4,15 @@
 
 The `sh` and `python` blocks run in order, in one shell, in a folder with the files of the project that git does not
 ignore. The first commands make a virtual environment and install the project into it. What the README says that its
-reader has is there before the command that needs it: a checkpoint `./my-model` (tiny), a text that it can read,
-`corpus.txt`, the `toml` block as `grid.toml`, and a Dask scheduler with a worker. Every other file is made by a
-command of the README. The first command that fails ends the check with exit code 1. Packages come from pip's package
-index, in the versions of constraints.txt.
+reader has is there before the command that needs it: the checkpoint and the text of `depthgauge demo`, as `./my-model`
+and `corpus.txt`. Every other file is made by a command of the README. The first command that fails ends the check with
+exit code 1. Packages come from pip's package index, in the versions of constraints.txt.
 """
 
 import os
-import random
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,11 +25,14 @@ NOT_TYPED = {
     "make docs": "takes many minutes; a clean clone must pass it anyway",
 }
 """Command → why it is not typed."""
-SCHEDULER = "tcp://ONE:8786"
-"""The address of the README's scheduler."""
-REPLACED = {SCHEDULER: "$ADDRESS", "--recover 2M": "--recover 20k", "--minutes 10": "--minutes 0.1"}
-"""What is typed instead: the scheduler of this machine, and amounts of training for a tiny model on a CPU."""
-WORDS = ("the", "a", "of", "and", "in", "harbour", "depth", "water", "stick", "captain", "number")
+REPLACED = {
+    "HuggingFaceTB/SmolLM2-135M": "./my-model",
+    "--recover 2M": "--recover 20k",
+    "--minutes 10": "--minutes 0.1",
+}
+"""What is typed instead: a tiny model, and amounts of training for a CPU."""
+NEEDED = {"my-model": "cp -r depthgauge-demo/model my-model", "corpus.txt": "cp depthgauge-demo/text.txt corpus.txt"}
+"""A file that the reader has → the command that makes it."""
 TYPED = """
 typed() {
   local begun=$SECONDS
@@ -66,41 +66,18 @@ def commands(document: str) -> list[str]:
 
 def program(typed: list[str]) -> str:
     """Return a shell script that types the commands, and prepares what the reader has before it is needed."""
-    lines = [TYPED]
-    needs = {"my-model": "python scripts/tiny_checkpoint.py my-model", SCHEDULER: "start_cluster"}
+    lines, needs = [TYPED], dict(NEEDED)
     for command in typed:
         name = " ".join(command.split()[:2])
         if name in NOT_TYPED:
             lines.append(f"echo {shlex.quote(f'not typed: {name}, {NOT_TYPED[name]}')}")
             continue
-        for file in [file for file in needs if file in command]:
-            lines.append(f"typed {shlex.quote(needs.pop(file))}")
         for shown, used in REPLACED.items():
             command = command.replace(shown, used)
+        for file in [file for file in needs if file in command]:
+            lines.append(f"typed {shlex.quote(needs.pop(file))}")
         lines.append(f"typed {shlex.quote(command)}")
     return "\n".join(lines) + "\n"
-
-
-def cluster(port: int) -> str:
-    """Return the shell function that starts a scheduler and a worker, which end with the shell."""
-    address = f"tcp://127.0.0.1:{port}"
-    scheduler = f"dask scheduler --host 127.0.0.1 --port {port} --no-dashboard"
-    worker = f"dask worker {address} --nthreads 1 --no-dashboard"
-    return f"""
-ADDRESS={address}
-start_cluster() {{
-  {scheduler} >.scheduler.log 2>&1 &
-  {worker} >.worker.log 2>&1 &
-}}
-trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
-"""
-
-
-def free_port() -> int:
-    """Return a port of this machine that no process uses."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def copy_project(folder: Path) -> None:
@@ -113,26 +90,15 @@ def copy_project(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def give_files(folder: Path, document: str) -> None:
-    """Write the files that the reader has: the text, and the grids that the document shows."""
-    draw, words = random.Random(0), [0]
-    for _ in range(30_000):  # nine of ten words follow the one before, as the checkpoint expects
-        words.append((words[-1] + 1) % len(WORDS) if draw.random() < 0.9 else draw.randrange(len(WORDS)))
-    (folder / "corpus.txt").write_text(" ".join(WORDS[word] for word in words), encoding="utf-8")
-    for language, text in blocks(document):
-        if language == "toml":
-            (folder / "grid.toml").write_text(text, encoding="utf-8")
-
-
 def type_commands(folder: Path, document: str) -> int:
     """Type the commands of a document in a folder, and return the exit code of the shell."""
-    give_files(folder, document)
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment |= {"PIP_NO_COMPILE": "0", "PYTHONDONTWRITEBYTECODE": ""}  # what is imported is compiled then, once
-    script = cluster(free_port()) + program(commands(document))
-    return subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=False).returncode
+    return subprocess.run(
+        ["bash", "-c", program(commands(document))], cwd=folder, env=environment, check=False
+    ).returncode
 
 
 def main() -> int:

@@ -31,9 +31,9 @@ depthgauge="$work/venv/bin/depthgauge"
 "$depthgauge" gauge --samples 1 --tokens 16 --out r.json --report r.html >tables.txt
 "$depthgauge" report r.json --out again.html
 cmp r.html again.html
-# A checkpoint on the built-in text, which is a data file of the package.
-"$work/venv/bin/python" "$root/scripts/tiny_checkpoint.py" tiny
-"$depthgauge" gauge tiny --tokens 32 --window 16 --what-if block --out model.json >>tables.txt
+# The model of the demonstration on the built-in text, which are data files of the package.
+"$work/venv/bin/python" -c "from pathlib import Path; from depthgauge.workflows.demo import write_demo; write_demo(Path('demo'))"
+"$depthgauge" gauge demo/model --tokens 32 --window 16 --what-if block --out model.json >>tables.txt
 "$work/venv/bin/python" - "$work/venv" <<'PY'
 import json
 import sys

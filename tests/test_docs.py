@@ -347,9 +347,10 @@ def test_every_command_of_the_readme_is_typed_or_excused() -> None:
     script = CHECK.program(typed)
     excused = [command for command in typed if " ".join(command.split()[:2]) in CHECK.NOT_TYPED]
     assert len(excused) == len(CHECK.NOT_TYPED)
-    assert script.count("\ntyped ") == len(typed) - len(excused) + 2  # and the checkpoint and the cluster
-    assert CHECK.SCHEDULER not in script
-    assert {language for language, _ in CHECK.blocks(readme)} <= {"sh", "python", "toml", "text"}
+    assert script.count("\ntyped ") == len(typed) - len(excused) + len(CHECK.NEEDED)
+    assert not any(shown in script for shown in CHECK.REPLACED)
+    assert {language for language, _ in CHECK.blocks(readme)} <= {"sh", "python", "text"}
+    assert max(map(len, readme.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,6 @@ def test_every_example_is_run() -> None:
     assert [path.name for path in EXAMPLES] == sorted([*LAST, TRAINING])
 
 
-def test_the_readme_counts_the_examples() -> None:
-    words = ["no", "one", "two", "three", "four", "five", "six", "seven"]
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").lower().split())
-    assert (
-        f"{words[len(LAST)]} of the {words[len(EXAMPLES)]} scripts in [`examples/`](examples) run in seconds" in readme
-    )
-
-
 @pytest.mark.docs
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.name in LAST], ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:

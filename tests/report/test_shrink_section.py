@@ -76,8 +76,8 @@ def test_the_stack_shows_every_block_before_and_after() -> None:
     assert after[23:] == [None] * 7
     # The eleventh block of the smaller model is block 11 of the source, because block 10 was removed.
     assert strip["hovertext"][1][10].startswith("layer 10 of the smaller model<br>layer 11 of the source")
-    assert [entry["name"] for entry in legend] == ["kept, repaired", "removed"]
-    assert part.table.rows[11] == (11, "kept, repaired", 10)
+    assert [entry["name"] for entry in legend] == ["kept, changed", "removed"]
+    assert part.table.rows[11] == (11, "kept, changed", 10)
     assert part.table.rows[12] == (12, "removed", None)
     (strip, *_) = traces(parts_of(copy.deepcopy(DOCUMENT) | {"recovery": None})["stack"])
     assert [layer for layer, state in enumerate(strip["z"][0]) if state == 0] == list(range(9))
@@ -115,6 +115,11 @@ def test_recordings_are_not_called_texts_or_windows() -> None:
 
 def test_the_curve_compares_ours_with_the_others() -> None:
     lines = {line["name"]: line for line in traces(parts_of(DOCUMENT)["curve"])}
+    size = lines.pop("parameters")
+    parameters = DOCUMENT["parameters"]
+    assert size["x"] == [0, len(DOCUMENT["removed"])]
+    assert size["y"] == [100, pytest.approx(100 * parameters["after"] / parameters["before"])]
+    assert size["yaxis"] == "y2"
     assert list(lines) == ["depthgauge", "greedy search", "block influence (ShortGPT)", "angular distance (UIDL)"]
     for name, line in lines.items():
         points = [point for point in DOCUMENT["curve"] if point["method"] == name]
@@ -371,14 +376,14 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
     page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
-    assert charts == ["s0-stack", "s0-texts", "s0-curve", "s0-guarantee", "s0-candidates", "s0-recovery"]
+    assert charts == ["s0-curve", "s0-stack", "s0-candidates", "s0-recovery", "s0-guarantee", "s0-texts"]
     boxes = page.eval_on_selector_all(
         "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
     )
     assert all(box["left"] >= 0 and box["right"] <= width and box["height"] > 80 for box in boxes)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator("#s0-stack-chart .heatmaplayer image").count() == 1
-    assert page.locator("#s0-stack-chart .legendtext").all_text_contents() == ["kept, repaired", "removed"]
+    assert page.locator("#s0-stack-chart .legendtext").all_text_contents() == ["kept, changed", "removed"]
     assert page.locator("#s0-guarantee-chart .shapelayer path").count() == 1
     page.focus("#s0-stack-chart")
     for _ in range(13):

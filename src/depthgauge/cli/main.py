@@ -11,7 +11,7 @@ import typer
 from depthgauge._version import __version__
 from depthgauge.base.errors import DepthgaugeError, InputError, InterruptedRunError, is_out_of_memory
 from depthgauge.base.format import one_line
-from depthgauge.cli.model_commands import evaluate, gauge, recover, shrink
+from depthgauge.cli.model_commands import demo, evaluate, gauge, recover, shrink
 from depthgauge.cli.network_commands import collapse, random, report, sweep
 from depthgauge.cli.options import Verb
 from depthgauge.cli.output import print_terms
@@ -25,14 +25,13 @@ app = typer.Typer(
     "depthgauge measures how much of a network's depth does useful work, proves it where a proof is possible, and "
     "removes what does nothing. Every command has --json: one document on standard output, messages and progress on "
     "standard error.",
-    epilog="Start here: `depthgauge gauge` (a built-in pair of networks), then "
-    "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`. "
-    "`depthgauge --glossary` explains the terms in the tables.",
+    epilog="Start here: `depthgauge demo` gauges and shrinks a tiny model. `depthgauge gauge` without a target proves "
+    "how deep a built-in pair of networks is. `depthgauge --glossary` explains the terms in the tables.",
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (gauge, shrink, recover, evaluate, collapse, random, sweep, report):
+for verb in (demo, gauge, shrink, recover, evaluate, collapse, random, sweep, report):
     app.command(cls=Verb, rich_help_panel="Your network or model")(verb)
 for verb in (claims, separate, reproduce):
     app.command(cls=Verb, rich_help_panel="The two papers")(verb)

@@ -1,5 +1,7 @@
 """The commands on networks and models that several options records describe: gauge, shrink, recover and evaluate."""
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,3 +228,25 @@ def evaluate(
     with shown_at_failure(as_json), progress_bar("evaluating") as progress:
         record = evaluate(models, options, progress=progress, **files)
     show(record, as_json)
+
+
+def demo(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Directory to create.")] = Path("depthgauge-demo"),
+    files_only: Annotated[
+        bool, typer.Option("--files-only", help="Write the model and its text, and run nothing.")
+    ] = False,
+) -> None:
+    """Gauge a tiny trained decoder that depthgauge brings along, then remove blocks and train the others.
+
+    It downloads nothing, and prints each command before it is run. It needs the extras models and report. On a terminal
+    the pages are opened in the browser.
+    """
+    from depthgauge.workflows.demo import write_demo
+
+    commands, verbs = write_demo(out), context.find_root().command
+    for arguments in () if files_only else commands:
+        note(f"\n$ {shlex.join(['depthgauge', *arguments])}")
+        verbs.main(args=list(arguments), prog_name="depthgauge", standalone_mode=False, obj=context.obj)
+        if sys.stdout.isatty():
+            typer.launch(arguments[-1])

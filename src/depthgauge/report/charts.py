@@ -114,7 +114,7 @@ def draw(plot: Plot, height: int) -> Figure:
     if plot.second is not None:
         layout["yaxis2"] = _axis(plot.second, plot)
         if heat is None:
-            layout["yaxis2"] |= {"overlaying": "y", "side": "right", "showgrid": False}
+            layout["yaxis2"] |= {"overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto"}
         else:  # another plot below the map, with the same columns
             area = height - _MARGINS
             layout["yaxis2"] |= {"domain": [0.0, _LOSS / area], "anchor": "x"}

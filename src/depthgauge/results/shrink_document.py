@@ -350,7 +350,7 @@ _OURS = "depthgauge"
 _COLORS = ("@blue", "@purple", "@green", "@faint")
 """Colours of the other methods, in the order of the record; ours has the colour of what is measured."""
 _SAME, _REPAIRED, _REMOVED = 0, 1, 2
-_STATES = (("kept, unchanged", "@shade-1"), ("kept, repaired", "@blue"), ("removed", "@vermilion"))
+_STATES = (("kept, unchanged", "@shade-1"), ("kept, changed", "@blue"), ("removed", "@vermilion"))
 """The name and the colour of each state of a block."""
 SAVED = "model"
 """The directory that a page suggests for a model that was shrunk in memory."""
@@ -410,12 +410,13 @@ def shrink_command(record: ShrinkRecord) -> str:
 def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
     """Return what the model is, how it was shrunk and on what text."""
     plan, settings = record.plan, record.plan.settings
+    is_trained = record.recovery is not None and record.recovery.kept
     facts = [
         ("source", plan.model),
         ("family", plan.family),
         ("layers", f"{record.layers_before} → {record.layers_after}{of_stack(plan.stack)}"),
         ("removed layers", ranges(sorted(record.removed))),
-        ("weights", "repaired" if record.repaired else "unchanged"),
+        ("weights", "trained" if is_trained else "repaired" if record.repaired else "unchanged"),
     ]
     if record.parameters.before is not None and record.parameters.after is not None:
         facts.append(("parameters", f"{record.parameters.before:,} → {record.parameters.after:,}"))
@@ -594,7 +595,7 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         shares, at = [100.0, 100 * after / before], [0, len(record.removed)]
         sizes = [f"{number(share, 4)} % of the parameters" for share in shares]
         lines.append(Series("line", "parameters", at, shares, "@faint", places=_sizes(at), texts=sizes, is_second=True))
-        second = Axis("parameters, % of the source model")
+        second = Axis("parameters, % of the source model", kind="zero")
     plot = Plot(alt, Axis("layers removed", step=max(1, -(-most // 10))), Axis(added), lines, second=second)
     return Part("curve", "Loss and size", caption, Chart((plot,), 380), table, place=Place.PAGE)
 
@@ -690,12 +691,14 @@ def examples_part(record: ShrinkRecord) -> Part | None:
     """Return how the models continue the same prompts, side by side."""
     if not record.examples:
         return None
-    unrecovered = ("smaller model, not trained",) if record.examples[0].unrecovered is not None else ()
-    names = ("prompt", "source model", *unrecovered, "smaller model")
-    rows = tuple((one.prompt, one.dense, *(() if one.unrecovered is None else (one.unrecovered,)), one.shrunk)
-                 for one in record.examples)  # fmt: skip
+    is_trained = record.examples[0].unrecovered is not None
+    names = ("", "prompt", "source model", *(("smaller model before training",) if is_trained else ()), "smaller model")
+    rows = []
+    for row, one in enumerate(record.examples, 1):
+        texts = (one.prompt, one.dense, *(() if one.unrecovered is None else (one.unrecovered,)), one.shrunk)
+        rows.append((row, *(" ".join(text.split()) for text in texts)))
     caption = "Each model continues the beginning of a window that nothing was fitted on, with the most likely token."
-    table = Table("The same prompts", names, rows, is_open=True)
+    table = Table("The same prompts", names, tuple(rows), is_open=True)
     return Part("examples", "What the models write", caption, None, table, place=Place.PAGE)
 
 
