@@ -135,9 +135,13 @@ wheel: $(VENV)/dev.stamp
 readme:
 	$(PIN) $(PYTHON) scripts/check_readme.py
 
+# Networks that are certified and attacked; an interrupted campaign prints from which one to continue.
+NETWORKS ?= 100000
+FIRST ?= 0
 soak: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory test-annotations QUARTER=all
 	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak
+	$(PIN) $(BIN)/python scripts/certificate_campaign.py --networks $(NETWORKS) --first $(FIRST)
 
 bench: $(VENV)/dev.stamp
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

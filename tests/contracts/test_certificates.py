@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from drawn_networks import Recipe, recipes
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -128,20 +128,6 @@ def test_no_input_exceeds_an_upper_bound(family: str) -> None:
 @given(recipe=WIDE)
 def test_no_input_exceeds_the_upper_bound_of_a_wide_network(recipe: Recipe) -> None:
     check_contract(certificate_of(recipe), recipe.seed)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", range(16))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_soak_ten_thousand_networks(family: str, part: int) -> None:
-    # The parts run in parallel and show the progress of an interrupted campaign.
-    @seed(part)
-    @settings(max_examples=45, derandomize=False)
-    @given(recipe=FAMILIES[family])
-    def holds(recipe: Recipe) -> None:
-        check_contract(certificate_of(recipe, starts=4, steps=20), recipe.seed)
-
-    holds()
 
 
 def test_the_contract_rejects_damaged_certificates() -> None:

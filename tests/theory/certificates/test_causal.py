@@ -112,13 +112,6 @@ def test_no_random_input_exceeds_the_bound_in_a_campaign(seed: int, method: str,
     _attacked(seed, method, eta, kind)
 
 
-@pytest.mark.soak
-def test_no_random_input_exceeds_the_bound_in_a_long_campaign() -> None:
-    kinds, etas = ("box", "ball", "tokens"), (0.001, 0.01, 0.1, 0.5, 2.0)
-    for seed in range(30_000):
-        _attacked(seed, METHODS[seed % 5], etas[seed // 5 % 5], kinds[seed // 25 % 3])
-
-
 def _attacked(seed: int, method: str, eta: float, kind: str) -> None:
     net = network(eta, seed % 1000, layers=1 + seed % 4, heads=1 + seed % 3, dim=2 + seed % 3)
     n = 1 + seed % 7

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpt_networks import difference, drawn, gpt, upper
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -116,13 +116,6 @@ def test_no_sequence_exceeds_the_bound(kind: str) -> None:
 
 @given(st.integers(0, 10**6), st.sampled_from(list(KINDS)), st.floats(0.001, 1.0), st.floats(0.01, 5.0))
 def test_no_random_sequence_exceeds_the_bound(seed: int, kind: str, eta: float, size: float) -> None:
-    _attacked(seed, kind, eta, size)
-
-
-@pytest.mark.soak
-@settings(max_examples=100_000, deadline=None)
-@given(st.integers(0, 10**9), st.sampled_from(list(KINDS)), st.floats(0.0001, 2.0), st.floats(0.001, 100.0))
-def test_no_random_sequence_exceeds_the_bound_in_a_campaign(seed: int, kind: str, eta: float, size: float) -> None:
     _attacked(seed, kind, eta, size)
 
 

@@ -84,13 +84,6 @@ def test_no_random_sequence_exceeds_the_bound(seed: int, method: str, eta: float
     _attacked(seed, method, eta, size)
 
 
-@pytest.mark.soak
-@settings(max_examples=100_000, deadline=None)
-@given(st.integers(0, 10**9), st.sampled_from(METHODS), st.floats(0.001, 2.0), st.floats(0.01, 10.0))
-def test_no_random_sequence_exceeds_the_bound_in_a_campaign(seed: int, method: str, eta: float, size: float) -> None:
-    _attacked(seed, method, eta, size)
-
-
 def _attacked(seed: int, method: str, eta: float, size: float) -> None:
     net = network(eta, seed % 1000, layers=1 + seed % 4, heads=1 + seed % 3, dim=2 + seed % 3)
     small = dg.collapse(net, method=method)

@@ -1,0 +1,48 @@
+"""The campaign of drawn networks: it draws every kind, finds planted violations, and can be continued."""
+
+import sys
+from dataclasses import replace
+from random import Random
+
+import certificate_campaign
+import pytest
+from certificate_campaign import KINDS, violation
+
+import depthgauge as dg
+from depthgauge.theory.certificates.certificate import Certificate
+
+
+def drawn_certificate(kind: str, seed: int = 3) -> Certificate:
+    case = KINDS[kind](Random(seed))
+    return dg.certify(case.network, case.surrogate, **case.request, starts=1, steps=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bound_that_is_too_small_is_found_by_the_search_and_by_random_inputs(kind: str) -> None:
+    certificate = next(c for c in (drawn_certificate(kind, seed) for seed in range(9)) if c.upper and c.lower > 1e-12)
+    assert violation(certificate, 0) is None
+    assert violation(replace(certificate, upper=certificate.lower * 0.99), 0) is not None
+    tried = violation(replace(certificate, lower=0.0, upper=certificate.lower * 1e-3), 0)
+    assert tried is not None
+    assert "an input differs" in tried
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *given: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["certificate_campaign.py", *given])
+    return certificate_campaign.main(), capsys.readouterr().out
+
+
+def test_a_campaign_is_continued_and_stops_at_a_violation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(certificate_campaign, "EVERY", 2)
+    status, printed = run(monkeypatch, capsys, "--networks", "3", "--verified", "1")
+    assert status == 0
+    assert "2 networks, 2 finite bounds, 2 verified" in printed
+    assert "continue with --first 3" in printed
+    seen = []
+    monkeypatch.setattr(certificate_campaign, "violation", lambda c, seed: seen.append(seed) or "planted")
+    status, printed = run(monkeypatch, capsys, "--networks", "3", "--first", "3")
+    assert status == 1
+    assert seen == [3]
+    assert printed.startswith("VIOLATION: seed 3, no skips")
