@@ -94,9 +94,10 @@ def without_skips(random: Random) -> Case:
 
 def deleted(random: Random) -> Case:
     """Draw a causal network or one with MLPs, and delete the attention of some of its layers."""
-    is_causal, is_skipping = random.random() < 0.5, random.random() < 0.7
-    settings: dict[str, Any] = {} if is_skipping else {"kind": "radius"}
+    is_causal = random.random() < 0.5
     has_mlp = not is_causal or random.random() < 0.5
+    is_skipping = not has_mlp or random.random() < 0.7
+    settings: dict[str, Any] = {} if is_skipping else {"kind": "radius"}
     return recipe(random, causal=is_causal, mlp=has_mlp, skip=is_skipping, surrogate="deleted", **settings)
 
 

@@ -7,6 +7,7 @@ compared. A constant that is wrong in the code, or a term that is missing, gives
 import math
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from scipy.special import erf
 
 import depthgauge as dg
 from depthgauge.base.errors import VerificationError
-from depthgauge.theory.certificates import causal_layers, deletion, parallel_blocks
+from depthgauge.theory.certificates import causal_layers, deletion, lead, parallel_blocks
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
+from depthgauge.theory.certificates.difference import MatchedHeads
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.method import Method
@@ -28,6 +30,8 @@ from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.outward_upper import OutwardUpper
 from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.surrogates.closed_forms import fold
+from depthgauge.theory.surrogates.expansion import match_heads
 
 Array = NDArray[np.float64]
 
@@ -104,17 +108,26 @@ class Ball:
         return float(self.radius * (spectral(W) + spectral(ZW)) * v[0])
 
 
-def recursion(network: SelfAttentionNetwork, region: Any, points: Array | None) -> tuple[Array, Array]:
-    """Return the bounds of all heads on the output, alone and beyond the leading terms (§3.2, §3.3, §3.8, §3.11)."""
-    (W, V), d, L = arrays(network), network.dim, len(network)
-    rho, eye = 1 / (12 * math.sqrt(3)), np.eye(d)
-    sums = [sum(v) for v in V]
+def drift_of(network: SelfAttentionNetwork, k: int, end: int) -> Array:
+    """Return Z_{k:ℓ}, or N_{k:ℓ} without skips (§3.1)."""
+    N = eye = np.eye(network.dim)
+    for values in arrays(network)[1][k:end]:
+        N = N @ (eye * network.skip + sum(values))
+    return N - eye * network.skip
+
+
+def recursion(
+    network: SelfAttentionNetwork, region: Any, points: Array | None, *, joint: bool = True
+) -> SimpleNamespace:
+    """Return the bounds of all heads on the output, alone and beyond the leading terms (§3.2, §3.3, §3.8, §3.11).
+
+    `states`, `spreads`, `owns`, `errs` and `theta` are those of the layers. Without `joint`, θ is that of §3.2.
+    """
+    (W, V), d, L, skip = arrays(network), network.dim, len(network), network.skip
+    rho = 1 / (12 * math.sqrt(3))
 
     def drift(k: int, end: int) -> Array:
-        N = eye
-        for ell in range(k, end):
-            N = N @ (eye + sums[ell])
-        return N - eye
+        return drift_of(network, k, end)
 
     def ranges(M: Array) -> Array:
         return 2 * region.largest(M) if points is None else np.ptp(points @ M, axis=0)
@@ -126,7 +139,9 @@ def recursion(network: SelfAttentionNetwork, region: Any, points: Array | None) 
     theta: list[list[float]] = []
     moved: list[list[float]] = []
     owns: list[Array] = []
+    errs: list[Array] = []
     spreads: list[Array] = []
+    states: list[Array] = []
     state = region.start
 
     def spread_of(k: int, M: Array, read: Callable[[Array, Array], Array]) -> Array:
@@ -137,21 +152,25 @@ def recursion(network: SelfAttentionNetwork, region: Any, points: Array | None) 
         for j in range(k):
             for h in range(len(V[j])):
                 uneven = math.tanh(theta[j][h] / 4)
-                own = own + uneven * spread_of(j, V[j][h], region.through)
-                common = common + uneven * spread_of(j, V[j][h] @ drift(j + 1, k), region.through)
+                if skip or j == k - 1:
+                    own = own + uneven * spread_of(j, V[j][h], region.through)
+                if skip or j < k - 1:
+                    common = common + uneven * spread_of(j, V[j][h] @ drift(j + 1, k), region.through)
         err, Z = own + common, drift(0, k)
         if k:
-            grown = state + sum(region.through(state, v) for v in V[k - 1])
-            state = np.minimum(region.start + region.length(Z) + err, grown)
+            grown = skip * state + sum(region.through(state, v) for v in V[k - 1])
+            state = np.minimum(skip * region.start + region.length(Z) + err, grown)
         owns.append(own)
-        spreads.append(np.minimum(region.start + own, state))
+        errs.append(err)
+        states.append(state)
+        spreads.append(np.minimum(region.start * (skip or k == 0) + own, state))
         theta.append([])
         moved.append([])
         for M in W[k]:
             if points is None:
                 by_error = region.pair(err, M, spreads[k])
                 most = 2 * (region.query_pair(M, Z @ M, spreads[k]) + by_error)
-                theta[k].append(min(2 * region.pair(state, M, spreads[k]), most))
+                theta[k].append(min(2 * region.pair(state, M, spreads[k]), most if joint else math.inf))
                 moved[k].append(2 * (region.query_pair(M, Z @ M, own) + by_error))
             else:
                 query = np.abs(points @ M).max(0) + np.abs(points @ Z @ M).max(0) + err @ np.abs(M)
@@ -161,11 +180,11 @@ def recursion(network: SelfAttentionNetwork, region: Any, points: Array | None) 
     for k in range(L):
         for h in range(len(V[k])):
             t = theta[k][h]
-            for M in (V[k][h], V[k][h] @ drift(k + 1, L)):
+            for M in (V[k][h], V[k][h] @ drift(k + 1, L)) if skip else (V[k][h] @ drift(k + 1, L),):
                 alone = alone + math.tanh(t / 4) * spread_of(k, M, region.read)
                 curved = (rho * t**2 + moved[k][h] / 4) * ranges(M)
                 rest = rest + curved + 2 * math.tanh(t / 4) * region.read(owns[k], M)
-    return alone, rest
+    return SimpleNamespace(alone=alone, rest=rest, states=states, spreads=spreads, owns=owns, errs=errs, theta=theta)
 
 
 POINTS = torch.randn(5, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -191,7 +210,18 @@ def expansion_differs(name: str, eta: float = 0.2) -> float:
     layers = layers_of(Comparison(network, network, SETS[name]), Outward())
     found = [sum(part(k).sum(0).floats().numpy() for k in range(3)) for part in (layers.added, layers.beyond)]
     expected = recursion(network, *plain_region(name))
-    return max(float(np.abs(a / b - 1).max()) for a, b in zip(found, expected, strict=True))
+    return max(float(np.abs(a / b - 1).max()) for a, b in zip(found, (expected.alone, expected.rest), strict=True))
+
+
+def without_skips_differs() -> float:
+    network = dg.random_network(layers=3, heads=2, dim=3, eta=0.4, seed=5, skip=False)
+    layers = layers_of(Comparison(network, network, SETS["box"]), Outward(), joint=False)
+    found = sum(layers.added(k).sum(0).floats().numpy() for k in range(3))
+    return float(np.abs(found / recursion(network, *plain_region("box"), joint=False).alone - 1).max())
+
+
+def test_the_recursion_without_skips_is_that_of_the_derivation() -> None:
+    assert without_skips_differs() < 1e-10
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -412,7 +442,7 @@ def leads_differ(name: str) -> float:
     S = layers_of(Comparison(network, network, SETS[name]), Outward())
     proof = ExpansionProof(Comparison(network, dg.collapse(network), SETS[name]), S)
     assert proof.T is not None
-    lead = S.region.lead(proof.T)[0].value.floats().numpy()
+    found = S.region.lead(proof.T)[0].value.floats().numpy()
     T = sum(np.einsum("bc,ea->abce", w, v) for k in range(2) for w, v in zip(W[k], V[k], strict=True))
     T = (T + T.swapaxes(-1, -2)) / 2
     if name == "ball":
@@ -422,12 +452,190 @@ def leads_differ(name: str) -> float:
         delta = x[:, None] - x
         form = np.einsum("xb,abce,tuc,tue->axtu", x, T, delta, delta)
         expected = np.abs(form).max((1, 2, 3)) / 2
-    return float(np.abs(lead / expected - 1).max())
+    return float(np.abs(found / expected - 1).max())
 
 
 @pytest.mark.parametrize("name", ["ball", "tokens"])
 def test_the_leading_terms_are_those_of_the_derivation(name: str) -> None:
     assert leads_differ(name) < 1e-10
+
+
+# --- two networks -----------------------------------------------------------------------------------------------------
+
+
+def largest_product(p: float, q: float, radius: float) -> float:
+    """Return max (p + qμ)(φ² − μ²) over 0 ≤ μ ≤ φ, at the root of the derivative."""
+    mu = (-p + math.sqrt(p * p + 3 * q * q * radius**2)) / (3 * q) if q > 0 else 0.0
+    return (p + q * mu) * (radius**2 - mu**2)
+
+
+def tensors(network: SelfAttentionNetwork) -> tuple[Array, Array]:
+    """Return T and Tᵐ of §3.3, [a, b, c, e], symmetric in (c, e)."""
+    (W, V), d, L = arrays(network), network.dim, len(network)
+    T, Tm = np.zeros((d,) * 4), np.zeros((d,) * 4)
+    for k in range(L):
+        Z, after = drift_of(network, 0, k), drift_of(network, k + 1, L)
+        for w, v in zip(W[k], V[k], strict=True):
+            T += np.einsum("bc,ea->abce", w, v)
+            Tm += np.einsum("bc,ea->abce", Z @ w, v) + np.einsum("bc,ea->abce", (np.eye(d) + Z) @ w, v @ after)
+    return (T + T.swapaxes(-1, -2)) / 2, (Tm + Tm.swapaxes(-1, -2)) / 2
+
+
+def largest_square(T: Array, alpha: float, nu: float) -> float:
+    """Return the largest eigenvalue of the form of §3.5, on an orthonormal basis of the symmetric matrices."""
+    d = len(T)
+    basis = []
+    for j, k in product(range(d), repeat=2):
+        if j <= k:
+            E = np.zeros((d, d))
+            E[j, k] = E[k, j] = 1.0 if j == k else math.sqrt(0.5)
+            basis.append(E)
+
+    def form(Y: Array, X: Array) -> float:
+        inner = sum(float((t * Y).sum() * (t * X).sum()) for t in T)
+        crossed = sum(float(np.trace(t @ Y @ t @ X)) for t in T)
+        return alpha * inner + (1 - alpha) * crossed - nu * float(np.trace(Y) * np.trace(X) - (Y * X).sum())
+
+    return float(np.linalg.eigvalsh(np.array([[form(Y, X) for Y in basis] for X in basis])).max())
+
+
+def joint_differs(name: str, method: str, effort: str = "default") -> float:
+    """Return how far the whole joint bound is from §3.3, §3.5 and §3.6, with the scalings and multipliers it chose."""
+    network = dg.random_network(layers=3, heads=2, dim=3, eta=0.03, seed=5)
+    small, radius, d = dg.collapse(network, method=method), SETS[name].radius, 3
+    comparison = Comparison(network, small, SETS[name])
+    proof = ExpansionProof(comparison, layers_of(comparison, Outward()), effort=effort)
+    assert proof.names[0] == "joint"
+    (T, Tm), (T_, Tm_) = tensors(network), tensors(small)
+    T, Tm = T - T_, Tm - Tm_
+    record = proof.arithmetic.record
+    scalings = [found for what, found in record if what == "scalings of a lead"][-1]
+    rows, columns = (x.numpy() for x in scalings)
+
+    def assemble(a: int, sigma: float, row: Array, column: Array) -> float:
+        wide = (Tm[a] * column[:, None, None] * column[None, :, None] * column).reshape(d, d * d)
+        if name == "ball":
+            return largest_product(sigma * radius, spectral(Tm[a].reshape(d, d * d)), radius)
+        u, w = (row**-2).sum(), (column**-2).sum()
+        return float(largest_product(sigma * radius * math.sqrt(u), spectral(wide) * math.sqrt(w), radius) * w)
+
+    def scaled_tensor(a: int, row: Array, column: Array) -> Array:
+        ones = np.ones(d)
+        row, column = (ones, ones) if name == "ball" else (row, column)
+        return np.asarray(T[a] * row[:, None, None] * column[None, :, None] * column)
+
+    leading = []
+    for a in range(d):
+        value = assemble(a, spectral(scaled_tensor(a, rows[a], columns[a]).reshape(d, d * d)), rows[a], columns[a])
+        leading.append(min(value, radius**3 * (np.abs(T[a]).sum() + np.abs(Tm[a]).sum())) if name == "box" else value)
+    chosen = [found for what, found in record if what == "a coordinate to sharpen" and found is not None]
+    used = [found for what, found in record if what == "multipliers"]
+    for a, choice in zip(chosen, used, strict=True):
+        row, column = choice.row_scale.numpy(), choice.column_scale.numpy()
+        top = largest_square(scaled_tensor(a, row, column), choice.alpha, choice.nu)
+        leading[a] = min(leading[a], assemble(a, math.sqrt(top), row, column))
+    mine, theirs = (recursion(net, *plain_region(name)) for net in (network, small))
+    drift = drift_of(network, 0, len(network)) - drift_of(small, 0, 1)
+    expected = plain_region(name)[0].largest(drift) + np.array(leading) + mine.rest + theirs.rest
+    assert effort == "default" or chosen
+    return float(np.abs(proof.value.numpy() / expected - 1).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "effort"), [("box", "default"), ("ball", "default"), ("box", "high"), ("ball", "high")]
+)
+@pytest.mark.parametrize("method", ["mean-field", "corrected", "last-layer"])
+def test_the_joint_bound_is_that_of_the_derivation(name: str, method: str, effort: str) -> None:
+    assert joint_differs(name, method, effort) < 1e-7
+
+
+def matched(network: SelfAttentionNetwork, small: SelfAttentionNetwork, pairs: list[tuple[int, int]]) -> Array:
+    """Return the bound on the difference of whole layers that occur in both networks, on the box (§3.6)."""
+    (W, V), (_, V_) = arrays(network), arrays(small)
+    X, Y = recursion(network, Box(0.9, 3), None), recursion(small, Box(0.9, 3), None, joint=False)
+    (L, L_), found = (len(network), len(small)), np.zeros(3)
+    partner, partner_ = dict(pairs), {b: a for a, b in pairs}
+    g: dict[int, list[Array]] = {}
+
+    def G(of: SimpleNamespace, k: int) -> list[Array]:
+        return [2 * math.tanh(t / 4) * of.spreads[k] for t in of.theta[k]]
+
+    def common(j: int, end: int, end_: int) -> Array:
+        Z, Z_ = drift_of(network, j + 1, end), drift_of(small, partner[j] + 1, end_)
+        each = list(zip(g[j], G(X, j), G(Y, partner[j]), V[j], strict=True))
+        near = sum(a @ np.abs(v @ Z) + c @ np.abs(v @ (Z - Z_)) for a, _, c, v in each)
+        return np.asarray(np.minimum(near, sum(b @ np.abs(v @ Z) + c @ np.abs(v @ Z_) for _, b, c, v in each)))
+
+    def difference(j: int) -> Array:
+        return np.asarray(sum(a @ np.abs(v) for a, v in zip(g[j], V[j], strict=True)))
+
+    for k, k_ in pairs:
+        drift = 0.9 * np.abs(drift_of(network, 0, k) - drift_of(small, 0, k_)).sum(0)
+        own, err = np.zeros(3), drift
+        sides = ((X, network, V, k, k_, partner), (Y, small, V_, k_, k, partner_))
+        for of, net, values, end, before, other in sides:
+            for j in range(end):
+                if other.get(j, before) >= before:
+                    alone = sum(a @ np.abs(v) for a, v in zip(G(of, j), values[j], strict=True))
+                    after = sum(
+                        a @ np.abs(v @ drift_of(net, j + 1, end)) for a, v in zip(G(of, j), values[j], strict=True)
+                    )
+                    own, err = own + alone, err + alone + after
+        for j in (j for j, j_ in pairs if j < k and j_ < k_):
+            own, err = own + difference(j), err + difference(j) + common(j, k, k_)
+        own, err = np.minimum(own, X.owns[k] + Y.owns[k_]), np.minimum(err, drift + X.errs[k] + Y.errs[k_])
+        g[k] = []
+        for h, w in enumerate(W[k]):
+            apart = 2 * (sign_norm(err[:, None] * w * X.spreads[k]) + sign_norm(Y.states[k_][:, None] * w * own))
+            turned = math.tanh(apart / 4) * X.spreads[k] + math.tanh(Y.theta[k_][h] / 4) * own
+            g[k].append(np.minimum(2 * turned, G(X, k)[h] + G(Y, k_)[h]))
+        found = found + difference(k) + common(k, L, L_)
+    return found
+
+
+def matched_differs() -> float:
+    network, worst = dg.random_network(layers=4, heads=2, dim=3, eta=0.2, seed=5), 0.0
+    for kept in ([0, 2], [1, 3], [0, 1, 3]):
+        small = fold(network, kept)
+        matches = match_heads(network, small)
+        assert [match.k for match in matches] == kept
+        layers = layers_of(Comparison(network, small, SETS["box"]), Outward())
+        other = layers_of(Comparison(small, small, SETS["box"]), Outward(), joint=False)
+        heads = MatchedHeads(layers.region, layers, other, matches)
+        found = sum(heads.added(match).floats().numpy() for match in matches)
+        expected = matched(network, small, [(match.k, match.other) for match in matches])
+        worst = max(worst, float(np.abs(found / expected - 1).max()))
+    return worst
+
+
+def test_matched_heads_are_those_of_the_derivation() -> None:
+    assert matched_differs() < 1e-10
+
+
+def parallel_differs() -> float:
+    """Return how far the bound of all heads side by side, for a network without the expansion, is from §3.9."""
+    network = dg.random_network(layers=3, heads=2, dim=3, eta=0.3, seed=5, causal=True)
+    (W, V), start = arrays(network), np.full(3, 0.9)
+    state, apart, expected = start, np.zeros(3), np.zeros(3)
+    for w, v in zip(W, V, strict=True):
+        heads = list(zip(w, v, strict=True))
+        uneven = [2 * math.tanh(sign_norm(state[:, None] * m * state) / 2) for m in w]
+        ranges = [sign_norm(apart[:, None] * m * state) + sign_norm(start[:, None] * m * apart) for m in w]
+        turned = [2 * math.tanh(r / 2) * start for r in ranges]
+        alone = sum(np.minimum(apart + t, state + start) @ np.abs(x) for t, (_, x) in zip(turned, heads, strict=True))
+        each = zip(turned, uneven, v, strict=True)
+        expected = expected + np.minimum(
+            alone, apart @ np.abs(sum(v)) + sum((t + u * apart) @ np.abs(x) for t, u, x in each)
+        )
+        size = sum(state @ np.abs(x) for x in v)
+        together = state @ np.abs(sum(v)) + sum(u * state @ np.abs(x) for u, x in zip(uneven, v, strict=True))
+        apart, state = apart + np.minimum(size, together), state + size
+    comparison = Comparison(network, dg.collapse(network, "parallel"), SETS["box"])
+    return float(np.abs(deletion.Deletion(comparison).value.numpy() / expected - 1).max())
+
+
+def test_the_parallel_bound_is_that_of_the_derivation() -> None:
+    assert parallel_differs() < 1e-10
 
 
 # --- changed constants ------------------------------------------------------------------------------------------------
@@ -457,6 +665,28 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], Callable[[], float]]] = {
     "ranges of points, causal": (scaled(PointRegion, "ranges", 0.99), causal_differs),
     "rows of points": (scaled(PointRegion, "widest_row", 0.99), lambda: expansion_differs("tokens")),
     "rest": (scaled(ExpansionLayers, "rest", 0.99), lambda: expansion_differs("tokens")),
+    "spread, without skips": (scaled(BoxRegion, "spread_range", 0.99), without_skips_differs),
+    "tanh, matched heads": (scaled(OutwardUpper, "tanh", 0.99), matched_differs),
+    "lengths, matched heads": (scaled(BoxRegion, "through", 0.99), matched_differs),
+    "common parts of matched heads": (scaled(MatchedHeads, "_in_common", 0.99), matched_differs),
+    "sign norm": (scaled(Outward, "sign_norm", 0.99), lambda: joint_differs("box", "corrected")),
+    "cubic maximum": (scaled(lead, "cubic_maximum", 0.99), lambda: joint_differs("box", "mean-field")),
+    "norms of the lead on the box": (
+        scaled(Outward, "spectral_norm", 0.99),
+        lambda: joint_differs("box", "mean-field"),
+    ),
+    "cubic maximum, ball": (scaled(lead, "cubic_maximum", 0.99), lambda: joint_differs("ball", "mean-field")),
+    "sums of squares": (
+        scaled(Outward, "largest_eigenvalue", 0.99),
+        lambda: joint_differs("box", "mean-field", "high"),
+    ),
+    "sums of squares, ball": (
+        scaled(Outward, "largest_eigenvalue", 0.99),
+        lambda: joint_differs("ball", "mean-field", "high"),
+    ),
+    "linear part": (scaled(BoxRegion, "largest", 0.99), lambda: joint_differs("box", "last-layer")),
+    "tanh, parallel": (scaled(OutwardUpper, "tanh", 0.99), parallel_differs),
+    "attention, parallel": (scaled(deletion.DeletedLayers, "_attention_size", 0.99), parallel_differs),
     "pairs": (scaled(Outward, "pair_sizes", 0.99), lambda: leads_differ("tokens")),
     "norm of the leading term": (scaled(Outward, "spectral_norm", 0.99), lambda: leads_differ("ball")),
     "slope, deletion": ((deletion, "STEEPEST", {"gelu": 1.11, "relu": 1.0}), deletion_differs),
