@@ -38,11 +38,11 @@ def test_a_campaign_is_continued_and_stops_at_a_violation(
     monkeypatch.setattr(certificate_campaign, "EVERY", 2)
     status, printed = run(monkeypatch, capsys, "--networks", "3", "--verified", "1")
     assert status == 0
-    assert "2 networks, 2 finite bounds, 2 verified" in printed
+    assert "2 certified, 2 finite, 2 verified, 0 refused" in printed
     assert "continue with --first 3" in printed
     seen = []
     monkeypatch.setattr(certificate_campaign, "violation", lambda c, seed: seen.append(seed) or "planted")
     status, printed = run(monkeypatch, capsys, "--networks", "3", "--first", "3")
     assert status == 1
     assert seen == [3]
-    assert printed.startswith("VIOLATION: seed 3, no skips")
+    assert printed == "WRONG: seed 3, no skips: planted\n"
