@@ -172,6 +172,19 @@ def test_verbs_and_flags_in_the_text_exist(path: Path) -> None:
         assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known | {"--help"}, span
 
 
+def documented_flags(verb: str) -> set[str]:
+    """Return the flags in the first column of the tables about a verb."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    part = re.split(rf"^## `depthgauge {verb}\b", page, maxsplit=1, flags=re.MULTILINE)[1].split("\n## ")[0]
+    return set(re.findall(r"--[a-z-]+", " ".join(re.findall(r"^\| (`--.*?) \|", part, re.MULTILINE))))
+
+
+@pytest.mark.parametrize("verb", ["gauge", "collapse", "shrink", "recover", "evaluate", "random", "report"])
+def test_the_tables_of_a_verb_have_its_flags_and_no_others(verb: str) -> None:
+    flags = {name for option in VERBS[verb].params for name in (*option.opts, *option.secondary_opts)}
+    assert documented_flags(verb) == {name for name in flags if name.startswith("--")} - {"--help", "--help-all"}
+
+
 # --- links and numbers ------------------------------------------------------------------------------------------------
 
 
@@ -353,12 +366,13 @@ def test_every_command_of_the_readme_is_typed_or_excused() -> None:
     assert max(map(len, readme.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    "path", [*(one for one in DOCUMENTS if one.name != "log.md"), *sorted(ROOT.glob("src/**/*.py"))], ids=relative
-)
-def test_no_advice_needs_a_package_index_that_lacks_depthgauge(path: Path) -> None:
+def test_no_advice_needs_a_package_index_that_lacks_depthgauge() -> None:
     """It is not published. Advice in errors names the packages of an extra, see `install_command`."""
-    assert not re.search(r"pip install [\"']?depthgauge", path.read_text(encoding="utf-8"))
+    paths = [*(one for one in DOCUMENTS if one.name != "log.md"), *ROOT.glob("src/**/*.py")]
+    advice = re.compile(r"pip install [\"']?depthgauge")
+    assert advice.search("run `pip install 'depthgauge[models]'`")
+    assert len(paths) > 200
+    assert [relative(path) for path in paths if advice.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_the_command_that_installs_an_extra_names_its_packages() -> None:

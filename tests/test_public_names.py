@@ -38,21 +38,28 @@ def test_the_top_level_is_a_table_of_contents() -> None:
     assert all(getattr(depthgauge, name) is not None for name in names)
 
 
-@pytest.mark.parametrize("name", [*depthgauge.papers.__all__, *depthgauge.results.__all__])
-def test_a_name_in_a_namespace_is_not_at_the_top_level(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"depthgauge.{name} is now depthgauge.(papers|results).{name}"):
-        getattr(depthgauge, name)
+def test_a_name_in_a_namespace_is_not_at_the_top_level() -> None:
+    for name in (*depthgauge.papers.__all__, *depthgauge.results.__all__):
+        with pytest.raises(AttributeError, match=rf"depthgauge.{name} is now depthgauge.(papers|results).{name}"):
+            getattr(depthgauge, name)
 
 
-@pytest.mark.parametrize("dotted", FUNCTIONS)
-def test_a_public_function_is_a_function_on_every_access(dotted: str) -> None:
-    first = found(dotted)
-    prefix, _, name = dotted.rpartition(".")
-    package = f"depthgauge.{prefix}".rstrip(".")
+@pytest.fixture(scope="module")
+def first_found() -> dict[str, Any]:
+    """The public functions before every module of the package is imported."""
+    functions = {dotted: found(dotted) for dotted in FUNCTIONS}
     for module in pkgutil.walk_packages(depthgauge.__path__, "depthgauge."):
         # Importing a module sets an attribute on its package; it must not replace a public function.
         if not module.name.startswith("depthgauge.fast_attention.triton") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    return functions
+
+
+@pytest.mark.parametrize("dotted", FUNCTIONS)
+def test_a_public_function_is_a_function_on_every_access(dotted: str, first_found: dict[str, Any]) -> None:
+    first = first_found[dotted]
+    prefix, _, name = dotted.rpartition(".")
+    package = f"depthgauge.{prefix}".rstrip(".")
     second = found(dotted)
     namespace: dict[str, object] = {}
     exec(f"from {package} import {name}", namespace)

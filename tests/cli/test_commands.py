@@ -453,17 +453,3 @@ def test_the_documentation_names_every_key_of_the_document(network_file: Path, r
     written = keys_of([dg.gauge(target, tokens=4).to_json() for target in (network_file, plain)])
     assert {"score_range", "upper", "refused", "kept"} <= written
     assert written - documented == set()
-
-
-@pytest.mark.parametrize("verb", ["gauge", "random", "collapse"])
-def test_the_documentation_names_every_flag(verb: str, run: Run) -> None:
-    reference = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    section = reference.split(f"\n## `depthgauge {verb}", 1)[1].split("\n## ")[0]
-    flags = set(
-        re.findall(
-            r"--[a-z][a-z-]+", run(verb, *("--help-all",) if verb == "gauge" else ("--help",)).out.split("Options")[1]
-        )
-    )
-    flags -= {"--help", "--help-all"}
-    assert len(flags) >= 7
-    assert {flag for flag in flags if flag not in section} == set()
