@@ -15,7 +15,8 @@ export PIP_NO_COMPILE := 0
 .PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme soak bench clean
 help:
 	@echo "make demo   gauge the built-in pair of networks, then gauge and shrink a tiny model"
-	@echo "make test   install everything, then lint, types and the whole test suite"
+	@echo "make test   install everything, then lint and the whole test suite"
+	@echo "make types  mypy, strict, on all of src"
 	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
 	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
 	@echo "make test-annotations   a quarter of the tests of functions on tensors, with every annotation checked at run time"
@@ -70,9 +71,7 @@ lint: $(VENV)/dev.stamp
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
-# The type checker runs beside the tests, which takes less time on two cores than one after the other.
-test: lint $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	@$(MAKE) --no-print-directory --jobs 2 types suite
+test: lint suite
 
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) --slowest results/slowest_tests.txt \
