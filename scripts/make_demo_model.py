@@ -16,7 +16,7 @@ from depthgauge.workflows.demo_text import demo_text
 
 FOLDER = Path(__file__).parents[1] / "src" / "depthgauge" / "workflows" / "demo_model"
 LINES, SEED = 40_000, 1
-STEPS, BATCH, WINDOW, RATE = 800, 16, 128, 3e-3
+STEPS, BATCH, WINDOW, RATE = 2_000, 16, 128, 3e-3
 
 
 def main() -> None:

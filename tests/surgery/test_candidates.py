@@ -1,5 +1,6 @@
 """The chosen model is never worse on the selection windows than any alternative, on trained models of every family."""
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,16 @@ from depthgauge.recovery.recover_model import Recovery
 from depthgauge.recovery.training_data import RecoveryData
 from depthgauge.results.recover_record import Amount
 from depthgauge.surgery import candidates as module
-from depthgauge.surgery.candidates import GREEDY, PEERS, Candidates, Repaired, Search, difference, make_model
+from depthgauge.surgery.candidates import (
+    GREEDY,
+    PEERS,
+    Candidates,
+    Repaired,
+    Search,
+    difference,
+    make_model,
+    paired_weights,
+)
 from depthgauge.surgery.student import Effort, Student
 
 SMALL = Effort(48, 24, 60, 12, 10**6, 4, 2, 24)
@@ -241,3 +251,17 @@ def fitted(student: Student) -> Recovery:
 def training_on(student: Student, rows: torch.Tensor, steps: int) -> Recovery:
     amount = Amount(tokens=steps * rows.shape[1] * step_windows(len(rows), rows.shape[1]))
     return Recovery(RecoveryData(rows, len(rows), {"more": rows.numel()}), student.select.inputs, None, amount, 0)
+
+
+def test_weights_are_paired_by_name_and_value() -> None:
+    """As in Zamba 2: a block of the smaller model lacks a part, or has another one of the same name."""
+    dense = [torch.nn.ModuleDict({"mlp": torch.nn.Linear(2, 2), "adapter": torch.nn.Linear(2, 2)}) for _ in range(2)]
+    smaller = [torch.nn.ModuleDict({"mlp": torch.nn.Linear(2, 2)}), copy.deepcopy(dense[1])]
+    smaller[0]["mlp"].load_state_dict(dense[0]["mlp"].state_dict())
+    with torch.no_grad():
+        smaller[1]["adapter"].weight.add_(1)
+    chosen = [weight for block in dense for weight in block.parameters() if weight is not dense[0]["mlp"].bias]
+    pairs = paired_weights(dense, smaller, set(chosen))
+    assert pairs.keys() == {dense[0]["mlp"].weight, *dense[1]["mlp"].parameters(), dense[1]["adapter"].bias}
+    assert pairs[dense[0]["mlp"].weight] is smaller[0]["mlp"].weight
+    assert pairs[dense[1]["adapter"].bias] is smaller[1]["adapter"].bias

@@ -7,7 +7,7 @@ which differences are large enough to count: a repair is kept only if its gain i
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -416,13 +416,7 @@ def train(
     `before` are the student's losses. The dense model has its original weights meanwhile.
     """
     smaller = smaller_model(student)
-    chosen, pairs = set(weights), dict[nn.Parameter, nn.Parameter]()
-    for layer, block in zip(student.kept, blocks_of(smaller), strict=True):
-        made = dict(block.named_parameters())
-        for name, weight in student.runner.blocks[layer].named_parameters():
-            # With fewer blocks, a block can have fewer parts (Zamba 2): only what is the same weight is trained.
-            if weight in chosen and name in made and torch.equal(weight, made[name]):
-                pairs[weight] = made[name]
+    pairs = paired_weights([student.runner.blocks[layer] for layer in student.kept], blocks_of(smaller), set(weights))
     student.restore()
     try:
         record = recovery.run(smaller, student.checkpoint, list(pairs.values()), folder, student.progress)
@@ -430,6 +424,22 @@ def train(
         student.remember(pairs)
         put_weights(list(pairs), [value.detach() for value in pairs.values()])
     return (student.losses() if record.kept else before), record
+
+
+def paired_weights(
+    blocks: Sequence[nn.Module], smaller: Sequence[nn.Module], chosen: Collection[nn.Parameter]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the weight of the smaller model for each chosen weight of the kept blocks that has an equal one there.
+
+    With fewer blocks, a block can have fewer parts (Zamba 2), or other ones of the same name.
+    """
+    pairs = dict[nn.Parameter, nn.Parameter]()
+    for block, other in zip(blocks, smaller, strict=True):
+        made = dict(other.named_parameters())
+        for name, weight in block.named_parameters():
+            if weight in chosen and name in made and torch.equal(weight, made[name]):
+                pairs[weight] = made[name]
+    return pairs
 
 
 def _stage(name: str, made: RecoveryRecord) -> RepairStage:

@@ -44,7 +44,7 @@ MEANING: Mapping[Verdict, str] = {
 """What a verdict of a search means."""
 STUDY_MEANING: Mapping[Verdict, str] = {
     "holds": "no violation in the cases computed (not a proof)",
-    "fails": "violated in the cases computed",
+    "fails": "violated, as the cases computed show",
     "misprint": "violated as printed, no violation as intended, in the cases computed",
     "undecided": "not decided by the cases computed",
 }
