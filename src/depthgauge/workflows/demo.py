@@ -8,8 +8,8 @@ from depthgauge.workflows.demo_text import demo_text
 
 LINES, SEED = 1200, 2
 """The lines of the text, and its seed; the model was trained on text of another seed."""
-REMOVED, TOKENS = 3, "200k"
-"""The blocks that are removed, of eight, and the tokens of the training after it."""
+REMOVED, TOKENS = "25%", "200k"
+"""The share of the eight blocks that is removed, and the tokens of the training after it."""
 
 
 def write_demo(folder: Path) -> tuple[tuple[str, ...], ...]:
@@ -35,6 +35,6 @@ def write_demo(folder: Path) -> tuple[tuple[str, ...], ...]:
     gauged, shrunk = folder / "gauge.html", folder / "shrink.html"
     return (
         ("gauge", *given, "--report", str(gauged)),
-        ("shrink", *given, "--remove", str(REMOVED), "--recover", TOKENS, "--out", str(folder / "smaller"),
+        ("shrink", *given, "--remove", REMOVED, "--recover", TOKENS, "--out", str(folder / "smaller"),
          "--report", str(shrunk)),
     )  # fmt: skip
