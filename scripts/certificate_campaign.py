@@ -75,13 +75,17 @@ def causal(random: Random) -> Case:
 
 
 def wide_block(random: Random) -> Case:
-    """Draw a network with LayerNorm or RMSNorm, or neither, with biases and MLPs or without them, over tokens."""
+    """Draw a network with LayerNorm or RMSNorm, or neither, with biases and MLPs or without them, over tokens.
+
+    Half of them have weights ±η, as training under a bound makes them.
+    """
     norm, mlp = random.choice(["pre", "pre", "pre-rms", "none"]), random.choice([None, 1, 4, 7])
     is_biased = random.random() < 0.5 or (norm == "none" and mlp is None)
     network = gpt(
         random.getrandbits(32), 10 ** random.uniform(-4, 0), biases=is_biased, norm=norm, mlp=mlp,
         layers=random.randint(1, 4), heads=random.randint(1, 3), dim=random.randint(2, 5),
         activation=random.choice(["relu", "gelu"]), causal=random.random() < 0.5,
+        distribution=random.choice(["uniform", "sign"]),
     )  # fmt: skip
     inputs = vocabulary(random, network.dim)
     return Case(network, dg.collapse(network, "parallel"), {"inputs": inputs})

@@ -1,5 +1,6 @@
 """Random networks that are built like GPT-2, and random tokens."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import depthgauge as dg
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.parallel_blocks import WideBlock
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import SelfAttentionNetwork
 
 
@@ -27,6 +29,25 @@ def gpt(seed: int = 0, eta: float = 0.05, *, biases: bool = True, **settings: An
         layer.query_bias = nn.Parameter(drawn(layer.heads, layer.key_dim, seed=seed + k + 100, size=eta))
         layer.output_bias = nn.Parameter(drawn(net.dim, seed=seed + k + 150, size=eta))
     return net
+
+
+def attention_of(net: SelfAttentionNetwork, k: int, x: Tensor) -> Tensor:
+    """The attention of a layer, written out: gain and bias are applied, not folded."""
+    layer, read, made = net[k], net.attention_input(k, x), torch.zeros_like(x)
+    for h in range(layer.heads):
+        bias = 0.0 if layer.query_bias is None else layer.query_bias[h]
+        scores = net.scale * (read @ layer.query[h] + bias) @ (read @ layer.key[h]).mT
+        hidden = torch.ones_like(scores).triu(1).bool() if net.causal else torch.zeros_like(scores).bool()
+        made = made + softm(scores.masked_fill(hidden, -math.inf)) @ read @ layer.value[h]
+    return made if layer.output_bias is None else made + layer.output_bias
+
+
+def mlp_of(net: SelfAttentionNetwork, k: int, y: Tensor) -> Tensor:
+    layer = net[k]
+    if layer.mlp is None:
+        return torch.zeros_like(y)
+    made: Tensor = layer.mlp(net.normalize(k, 1, y) if net.norm_place == "before" else y, net.activation)
+    return made
 
 
 def difference(one: SelfAttentionNetwork, other: SelfAttentionNetwork, x: Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_networks import difference, drawn, gpt, upper
+from gpt_networks import attention_of, difference, drawn, gpt, mlp_of, upper
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
 from depthgauge.cli.main import main
+from depthgauge.theory.certificates.compared_networks import Comparison
+from depthgauge.theory.certificates.parallel_blocks import WideBlock
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import SelfAttentionNetwork
 
 SLACK = 1 + 1e-9
@@ -52,8 +53,8 @@ def test_the_wide_block_adds_all_sublayers(kind: str) -> None:
     small = dg.collapse(net, method="parallel")
     assert (len(small), small.norm, small.causal, small.activation) == (1, net.norm, net.causal, net.activation)
     with torch.no_grad():
-        y = x + sum(_attention(net, k, x) for k in range(len(net)))
-        out = y + sum(_mlp(net, k, y) for k in range(len(net)))
+        y = x + sum(attention_of(net, k, x) for k in range(len(net)))
+        out = y + sum(mlp_of(net, k, y) for k in range(len(net)))
         assert torch.allclose(small(x), out, rtol=1e-12, atol=1e-13)
 
 
@@ -65,25 +66,6 @@ def test_norms_after_the_sublayers_are_a_chain_without_weights(norm: str) -> Non
         net = gpt(3, eta, norm=norm, layers=3)
         last = SelfAttentionNetwork([net[-1]], norm=norm, causal=True, mlp_skip=True, activation="gelu")
         assert difference(net, last, x) > 0.01
-
-
-def _attention(net: SelfAttentionNetwork, k: int, x: Tensor) -> Tensor:
-    """The attention of a layer, written out: gain and bias are applied, not folded."""
-    layer, read, made = net[k], net.attention_input(k, x), torch.zeros_like(x)
-    for h in range(layer.heads):
-        bias = 0.0 if layer.query_bias is None else layer.query_bias[h]
-        scores = net.scale * (read @ layer.query[h] + bias) @ (read @ layer.key[h]).mT
-        hidden = torch.ones_like(scores).triu(1).bool() if net.causal else torch.zeros_like(scores).bool()
-        made = made + softm(scores.masked_fill(hidden, -math.inf)) @ read @ layer.value[h]
-    return made if layer.output_bias is None else made + layer.output_bias
-
-
-def _mlp(net: SelfAttentionNetwork, k: int, y: Tensor) -> Tensor:
-    layer = net[k]
-    if layer.mlp is None:
-        return torch.zeros_like(y)
-    made: Tensor = layer.mlp(net.normalize(k, 1, y) if net.norm_place == "before" else y, net.activation)
-    return made
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bidirectional", "unnormed"])
@@ -114,14 +96,45 @@ def test_no_sequence_exceeds_the_bound(kind: str) -> None:
                 assert difference(net, small, x) <= bound * SLACK
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_last_row_exceeds_the_bound_on_a_readout(kind: str) -> None:
+    """All sequences that fill the positions, against the bound on |(S − S')R| and against that on the states."""
+    for eta in (0.01, 0.3):
+        net = gpt(2, eta, **KINDS[kind])
+        tokens, R = Tokens(drawn(3, 4, seed=1), drawn(3, 4, seed=7, size=0.5)), drawn(4, 2, seed=3)
+        comparison = Comparison(net, dg.collapse(net, method="parallel"), tokens)
+        _hold(comparison, R, SLACK)
+        same = WideBlock(comparison, readout=lambda A: A.eye(4)).value
+        assert bool((same <= WideBlock(comparison).value * SLACK).all())
+
+
+def _hold(comparison: Comparison, R: Tensor, slack: float) -> None:
+    """Check a bound on (S − S')R on all sequences."""
+    tokens = comparison.inputs
+    assert isinstance(tokens, Tokens)
+    bound = WideBlock(comparison, readout=lambda A: A.exact(R)).value
+    places = tokens.at_positions()
+    chosen = torch.cartesian_prod(*[torch.arange(places.shape[1])] * len(places))
+    x = places[torch.arange(len(places)), chosen]
+    with torch.no_grad():
+        one, other = comparison.network(x)[:, -1] @ R, comparison.surrogate(x)[:, -1] @ R
+    rounding = 256 * torch.finfo(torch.float64).eps * (1.0 + float(one.abs().max()))
+    assert bool(((one - other).abs().amax(0) <= bound * slack + rounding).all())
+
+
 @given(st.integers(0, 10**6), st.sampled_from(list(KINDS)), st.floats(0.001, 1.0), st.floats(0.01, 5.0))
 def test_no_random_sequence_exceeds_the_bound(seed: int, kind: str, eta: float, size: float) -> None:
     _attacked(seed, kind, eta, size)
 
 
 def _attacked(seed: int, kind: str, eta: float, size: float) -> None:
-    net = gpt(seed, eta, **{**KINDS[kind], "layers": 2 + (seed % 10 == 0), "dim": 2 + seed % 3})
+    """Random sequences of any length, and all sequences that fill two to four positions, read out as a model is."""
+    drawn_as = ("uniform", "sign")[seed % 2]  # training moves weights to ±η
+    shape = {"layers": 2 + (seed % 10 == 0), "dim": 2 + seed % 3, "distribution": drawn_as}
+    net = gpt(seed, eta, **{**KINDS[kind], **shape})
     small = dg.collapse(net, method="parallel")
+    placed = Tokens(drawn(2, net.dim, seed=seed + 1, size=size), drawn(2 + seed % 3, net.dim, seed=seed + 2, size=size))
+    _hold(Comparison(net, small, placed), drawn(net.dim, 2, seed=seed + 3), SLACK)
     tokens = Tokens(drawn(2 + seed % 4, net.dim, seed=seed, size=size))
     bound = upper(net, small, tokens)
     generator = torch.Generator().manual_seed(seed)

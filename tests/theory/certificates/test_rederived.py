@@ -34,6 +34,8 @@ from depthgauge.theory.surrogates.closed_forms import fold
 from depthgauge.theory.surrogates.expansion import match_heads
 
 Array = NDArray[np.float64]
+Moves = tuple[Array, Array, Array]
+"""The distance of every state from its token, and the parts of it towards 0 and away from 0."""
 
 
 def arrays(network: SelfAttentionNetwork) -> tuple[list[list[Array]], list[list[Array]]]:
@@ -335,7 +337,7 @@ def test_the_deletion_bound_is_that_of_the_derivation() -> None:
     assert deletion_differs() < 1e-10
 
 
-def wide_block(network: SelfAttentionNetwork, points: Array) -> Array:
+def wide_block(network: SelfAttentionNetwork, points: Array, *, jacobians: bool = True) -> Array:
     """Return the bound of the wide block for LayerNorm with gain 1, without biases, with MLPs of GELU (§3.13)."""
     (W, V), (v, d), L = arrays(network), points.shape, len(network)
     c = points - points.mean(1, keepdims=True)
@@ -365,74 +367,124 @@ def wide_block(network: SelfAttentionNetwork, points: Array) -> Array:
         moved = np.sqrt(2 - 2 * np.sqrt(1 - np.minimum(s, 1.0) ** 2))
         return np.asarray(math.sqrt(d) * np.where(s < 1, moved, 2.0))
 
-    def between(apart: Array, rho: Array, other: Array) -> Array:
-        s = relative(np.maximum(rho, other))
-        near = apart / sigma / np.where(s < 1, 1 - s, np.nan)
-        return np.fmin(near, shift(rho) + shift(other))
+    def between(apart: Array, one: Moves, two: Moves) -> Array:
+        a = relative(np.maximum(one[1], two[1]))
+        near = apart / sigma / np.where(a < 1, 1 - a, np.nan)
+        return np.fmin(near, shift(one[0]) + shift(two[0]))
 
-    def bend(apart: Array, rho: Array, other: Array) -> Array:
-        s, z = (np.where(r < 1, r, np.nan) for r in (relative(rho), relative(other)))
-        curved = apart / sigma * (s / (1 - s) + z / (1 - z)) / math.sqrt(3)
-        return np.fmin(curved, between(apart, rho, other) + apart / sigma)
+    def bend(apart: Array, one: Moves, two: Moves) -> Array:
+        a = relative(np.maximum(one[1], two[1]))
+        curved = apart / sigma * relative(one[0] + two[0]) / np.where(a < 1, 1 - a, np.nan) / math.sqrt(3)
+        return np.fmin(curved, between(apart, one, two) + apart / sigma)
 
-    tau = [[math.tanh(norm(u @ w).max() * diameter(u) / 4) for w in W[k]] for k in range(L)]
+    def lead(value: Array, own: Array) -> Array:
+        """The lead of every t and u, [t, u, d]."""
+        return np.asarray((u @ value)[None] + own[:, None])
+
+    def moved(leads: Array, late: Array) -> Moves:
+        far = norm(leads).max(1) + late
+        along = np.einsum("td,tud->tu", u, leads) / math.sqrt(d)
+        both = (np.minimum(far, np.maximum(0.0, (sign * along).max(1)) + late) for sign in (-1, 1))
+        return far, *both
+
+    def led(leads: Array, matrices: list[Array]) -> Array:
+        return np.stack([norm(leads[t] @ D[t] @ matrices[t]).max() for t in range(v)])
+
+    def lowered(state: Moves) -> Array:
+        s = relative(state[0])
+        return np.asarray(np.where(s < 1, 1 - np.sqrt(1 - np.minimum(s, 1) ** 2), 2.0))
+
+    def stretched(state: Moves) -> Array:
+        a, b, s = relative(state[1]), relative(state[2]), relative(state[0])
+        return np.maximum(np.where(a < 1, a / np.where(a < 1, 1 - a, 1.0), np.inf), b + s * s / 2)
+
+    def apart_from(state: Moves, late: Array, leads: Array, matrices: list[Array]) -> Array:
+        along = np.stack([norm(u[t] @ matrices[t]) for t in range(v)])
+        own = led(leads, matrices) + late / sigma * np.stack([spectral(M) for M in matrices])
+        return lowered(state) * along + (1 + stretched(state)) * own
+
+    def changes(state: Moves, late: Array, leads: Array, Y: Array) -> Array:
+        whole = shift(state[0])[:, None] * lengths(Y)
+        products = np.stack([np.abs(leads[t] @ D[t] @ Y).max(0) for t in range(v)])
+        own = (1 + stretched(state))[:, None] * (products + (late / sigma)[:, None] * lengths(Y))
+        return np.minimum(whole, lowered(state)[:, None] * np.abs(u @ Y) + own) if jacobians else whole
+
+    D = [(np.eye(d) - J - np.outer(u[t], u[t]) / d) / sigma[t] for t in range(v)]
+    none, tau = np.zeros(v), [[np.tanh(norm(u @ w) * diameter(u) / 4) for w in W[k]] for k in range(L)]
     spread = [[diameter(u @ one) for one in V[k]] for k in range(L)]
-    E = [sum(t * s for t, s in zip(tau[k], spread[k], strict=True)) for k in range(L)]
-    G: list[float] = []
+    E = [np.asarray(sum(t * s for t, s in zip(tau[k], spread[k], strict=True))) for k in range(L)]
+    G: list[Array] = []
     F: list[Array] = []
-    flat, R_A, R_M = np.zeros(d), np.zeros((v, d)), np.zeros((v, d))
-    reach = [norm(u @ before(sums, k, J)).max() for k in range(L + 1)]
-    other = np.full(v, reach[L] + sum(E))
+    R_A, R_M, still = np.zeros((2, v, d)), np.zeros((v, d)), (none, none, none)
+    other = moved(lead(before(sums, L, J), 0 * m[0]), sum(E, none))
     for k in range(L):
-        own, none = norm(before(m, k, m[0])), np.zeros(v)
-        late = sum(E[:k]) + sum(G) + before(F, k, none)
-        rho = reach[k] + own + late
-        kappa = shift(rho).max()
-        total = kappa * spectral(sums[k])
+        own = before(m, k, m[0])
+        late = sum(E[:k], none) + sum(G, none) + sum(F, none)
+        leads = lead(before(sums, k, J), own)
+        state = moved(leads, late)
+        kappa = shift(state[0]).max()
+        by_norm = shift(state[0]) * spectral(sums[k])
+        each = np.minimum(by_norm, apart_from(state, late, leads, [sums[k]] * v)) if jacobians else by_norm
+        total = np.full(v, each.max())
         for h, (w, one) in enumerate(zip(W[k], V[k], strict=True)):
-            queries = 2 * norm(u @ w).max() + 2 * kappa * spectral(w)
-            turned = math.tanh(kappa * (diameter(u @ w.T) + queries) / 4)
-            both = 2 * min(1.0, tau[k][h] + turned)
-            flat = flat + turned * np.ptp(u @ one, axis=0) + kappa * both * lengths(one)
+            turns = shift(state[0]) * (diameter(u @ w.T) + 2 * kappa * spectral(w)) + 2 * kappa * norm(u @ w)
+            turned = np.tanh(turns / 4)
+            both = 2 * np.minimum(1.0, tau[k][h] + turned)
+            R_M += turned[:, None] * np.ptp(u @ one, axis=0) + both[:, None] * changes(state, late, leads, one).max(0)
             total += turned * spread[k][h] + kappa * both * spectral(one)
         G.append(total)
-        R_A = R_A + (bend(rho, rho, none) + late / sigma)[:, None] * lengths(sums[k])
-        rho_y = reach[k + 1] + own + sum(E[: k + 1]) + sum(G) + before(F, k, none)
-        lag = sum(E[k + 1 :]) + sum(G) + before(F, k, none)
-        apart = norm(u @ sum(sums[k + 1 :], np.zeros((d, d)))).max() + own + lag
+        rest = (bend(state[0], state, still) + late / sigma)[:, None] * lengths(sums[k])
+        stretch, products = stretched(state)[:, None], np.stack([leads[t] @ D[t] @ sums[k] for t in range(v)])
+        common = stretch * np.abs(products).max(1) + (1 + stretch) * (late / sigma)[:, None] * lengths(sums[k])
+        for side, sign in enumerate((1, -1)):
+            signed = common + lowered(state)[:, None] * np.maximum(0.0, -sign * u @ sums[k])
+            R_A[side] += np.minimum(rest, signed) if jacobians else rest
+        late_y = sum(E[: k + 1], none) + sum(G, none) + sum(F, none)
+        leads = lead(before(sums, k + 1, J), own)
+        state = moved(leads, late_y)
+        lag = sum(E[k + 1 :], none) + sum(G, none) + sum(F, none)
+        apart = norm(lead(-sum(sums[k + 1 :], np.zeros((d, d))), own)).max(1) + lag
         w_in, _, w_out, _ = mlps[k]
-        loose = bend(apart, rho_y, other) + lag / sigma
-        pair = (shift(rho_y) + shift(other)) * between(apart, rho_y, other)
-        kink = 0.798 / 2 * pair[:, None] * (lengths(w_in) ** 2 @ np.abs(w_out))
-        for t in range(v):
-            R_M[t] += loose[t] * lengths(w_in * slope[k][t] @ w_out) + kink[t]
-        F.append(1.13 * spectral(w_in) * spectral(w_out) * shift(rho_y))
+        slopes = [w_in * slope[k][t] @ w_out for t in range(v)]
+        loose = bend(apart, state, other) + lag / sigma
+        far = shift(state[0])
+        moves = changes(state, late_y, leads, w_in)
+        others = changes(other, sum(E, none), lead(before(sums, L, J), 0 * m[0]), w_in)
+        pair = (moves + others) * between(apart, state, other)[:, None]
+        R_M += loose[:, None] * np.stack([lengths(M) for M in slopes])
+        R_M += 0.798 / 2 * (pair * lengths(w_in)) @ np.abs(w_out)
+        kinked = 0.798 / 2 * moves**2
+        jacobian = apart_from(state, late_y, leads, slopes) + norm(kinked) * spectral(w_out)
+        by_norm = 1.13 * spectral(w_in) * spectral(w_out) * far
+        F.append(np.minimum(by_norm, jacobian) if jacobians else by_norm)
     sides = np.full((2, 2, d), -np.inf)
     for t in range(v):
-        D = (np.eye(d) - J - np.outer(u[t], u[t]) / d) / sigma[t]
         psi = np.zeros((2, v, d))
         for k in range(L):
             own = before(m, k, m[0])[t]
             later = sum(sums[k + 1 :], np.zeros((d, d)))
-            psi[0] += (u @ before(sums, k, J) + own) @ D @ sums[k]
-            psi[1] += (own - u @ later) @ D @ (mlps[k][0] * slope[k][t] @ mlps[k][2])
-        for part, rest in enumerate((R_A[t], R_M[t])):
+            psi[0] += (u @ before(sums, k, J) + own) @ D[t] @ sums[k]
+            psi[1] += (own - u @ later) @ D[t] @ (mlps[k][0] * slope[k][t] @ mlps[k][2])
+        for part, rests in enumerate((R_A[:, t], R_M[None, t].repeat(2, 0))):
             for side, sign in enumerate((1, -1)):
-                sides[part, side] = np.maximum(sides[part, side], (sign * psi[part]).max(0) + rest)
-    return np.asarray((sides[0] + sides[1]).max(0) + flat)
+                sides[part, side] = np.maximum(sides[part, side], (sign * psi[part]).max(0) + rests[side])
+    return np.asarray((sides[0] + sides[1]).max(0))
 
 
-def wide_block_differs() -> float:
+def wide_block_differs(*, jacobians: bool = True) -> float:
     kind: dict[str, Any] = {"mlp": 5, "mlp_skip": True, "norm": "pre", "activation": "gelu"}
     network = dg.random_network(layers=3, heads=2, dim=4, eta=0.05, seed=5, **kind)
     points = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     comparison = Comparison(network, dg.collapse(network, method="parallel"), Tokens(points))
-    found = parallel_blocks.WideBlock(comparison).value.numpy()
-    return float(np.abs(found / wide_block(network, points.numpy()) - 1).max())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_blocks, "PAIRED", 1e9 if jacobians else 0.0)
+        found = parallel_blocks.WideBlock(comparison).value.numpy()
+    return float(np.abs(found / wide_block(network, points.numpy(), jacobians=jacobians) - 1).max())
 
 
 def test_the_wide_block_is_that_of_the_derivation() -> None:
-    assert wide_block_differs() < 1e-6  # the slope of GELU is known to 1e-7
+    for jacobians in (True, False):
+        assert wide_block_differs(jacobians=jacobians) < 1e-6  # the slope of GELU is known to 1e-7
 
 
 def leads_differ(name: str) -> float:
@@ -690,11 +742,18 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], Callable[[], float]]] = {
     "pairs": (scaled(Outward, "pair_sizes", 0.99), lambda: leads_differ("tokens")),
     "norm of the leading term": (scaled(Outward, "spectral_norm", 0.99), lambda: leads_differ("ball")),
     "slope, deletion": ((deletion, "STEEPEST", {"gelu": 1.11, "relu": 1.0}), deletion_differs),
-    "slope, wide block": ((parallel_blocks, "STEEPEST", {"gelu": 1.11, "relu": 1.0}), wide_block_differs),
+    "slope, wide block": (
+        (parallel_blocks, "STEEPEST", {"gelu": 1.11, "relu": 1.0}),
+        lambda: wide_block_differs(jacobians=False),
+    ),
+    "averages": (scaled(parallel_blocks.VisibleRows, "_average", 0.99), wide_block_differs),
+    "lowered": (scaled(parallel_blocks.ReadTokens, "lowered", 0.99), wide_block_differs),
+    "stretched": (scaled(parallel_blocks.ReadTokens, "stretched", 0.99), wide_block_differs),
+    "products with leads": (scaled(parallel_blocks.Movements, "_product", 0.99), wide_block_differs),
     "curvature": ((parallel_blocks, "CURVATURE", 0.79), wide_block_differs),
     "diameter": (scaled(parallel_blocks, "diameter", 0.99), wide_block_differs),
     "kink": (scaled(parallel_blocks.Movements, "_kink", 0.99), wide_block_differs),
-    "bend": (scaled(parallel_blocks.ReadTokens, "bend", 0.99), wide_block_differs),
+    "bend": (scaled(parallel_blocks.ReadTokens, "bend", 0.99), lambda: wide_block_differs(jacobians=False)),
 }
 
 

@@ -314,10 +314,11 @@ def test_a_hidden_unit_of_unknown_sign_and_size_may_bend_anywhere() -> None:
     network = random_network(layers=2, heads=1, dim=3, eta=0.1, mlp=4, mlp_skip=True)
     c = certified(network, closed_form(network, "parallel"), inputs=Tokens(torch.eye(3, dtype=torch.float64)))
     A = ArbArithmetic([])
-    found, near = Movements(c.comparison, A), A.upper(torch.full((3,), 1e-9, dtype=torch.float64))
-    known = found._kink(0, near, near, near)
+    found, near = Movements(c.comparison, A), A.upper(torch.full((3, 4), 1e-9, dtype=torch.float64))
+    size = found.layers[0].w_out.size()
+    known = found._kink(0, near, near, near) @ size
     found.hidden[0].x[0, 2] = arb.nan()
-    unknown = found._kink(0, near, near, near)
+    unknown = found._kink(0, near, near, near) @ size
     assert all(a < b for a, b in zip(known.x[0], unknown.x[0], strict=True))
 
 

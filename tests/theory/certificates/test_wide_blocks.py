@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from flint import arb
-from gpt_networks import difference, drawn, gpt, upper
+from gpt_networks import attention_of, difference, drawn, gpt, mlp_of, upper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch import Tensor
 import depthgauge as dg
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.parallel_blocks import Movements, WideBlock
-from depthgauge.theory.certificates.read_tokens import ReadTokens, diameter
+from depthgauge.theory.certificates.read_tokens import Moved, ReadTokens, diameter
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, THIRD, Outward
+from depthgauge.theory.certificates.visible_rows import VisibleRows
+from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, THIRD, Outward, total
 from depthgauge.theory.linalg.enclosures import Enclosure
 from depthgauge.theory.linalg.interval_precision import precision
 from depthgauge.theory.linalg.norms import softm
@@ -33,6 +34,10 @@ NORMS = ("pre", "pre-rms")
 def normed(x: Tensor, norm: str = "pre") -> Tensor:
     c: Tensor = x - x.mean(-1, keepdim=True) if norm == "pre" else x
     return c / ((c * c).mean(-1, keepdim=True) + NORM_EPSILON).sqrt()
+
+
+def lifted(x: Tensor, norm: str) -> Tensor:
+    return x - x.mean(-1, keepdim=True) if norm == "pre" else x
 
 
 def read_by(points: Tensor, norm: str = "pre") -> ReadTokens:
@@ -57,18 +62,33 @@ def test_what_is_read_encloses_the_norm(norm: str) -> None:
     assert bool((torch.linalg.matrix_norm(exact, 2) <= read.steep.floats() * SLACK).all())
 
 
+def moved_from(t: Tensor, x: Tensor, norm: str = "pre") -> Moved:
+    """The smallest numbers that are allowed."""
+    outward = ((x - t) * normed(t, norm)).sum(1) / math.sqrt(t.shape[1])
+    return Moved(A.upper((x - t).norm(dim=1)), *(A.upper((sign * outward).clamp(min=0.0)) for sign in (-1, 1)))
+
+
 @settings(max_examples=200)
 @given(st.integers(0, 10**6), st.floats(0.001, 3.0), st.floats(0.01, 3.0), st.integers(2, 6), st.sampled_from(NORMS))
 def test_no_movement_exceeds_the_bounds_of_the_norm(seed: int, rho: float, size: float, d: int, norm: str) -> None:
     t = drawn(1, d, seed=seed, size=size).expand(60, d)
     read = read_by(t, norm)
     x, other = t + in_ball(60, d, rho, seed), t + in_ball(60, d, rho, seed + 1)
-    ends = [A.upper((one - two).norm(dim=1)) for one, two in ((x, other), (x, t), (other, t))]
-    assert bool(((normed(x, norm) - normed(t, norm)).norm(dim=1) <= read.shift(ends[1]).floats() * SLACK + 1e-14).all())
+    ends = A.upper((x - other).norm(dim=1)), moved_from(t, x, norm), moved_from(t, other, norm)
+    far = read.shift(ends[1].far).floats()
+    assert bool(((normed(x, norm) - normed(t, norm)).norm(dim=1) <= far * SLACK + 1e-14).all())
     moved = normed(x, norm) - normed(other, norm)
     assert bool((moved.norm(dim=1) <= read.shift_between(*ends).floats() * SLACK + 1e-14).all())
     bent = moved - (x - other) @ read.derivative(slice(1)).mid[0]
     assert bool((bent.norm(dim=1) <= read.bend(*ends).floats() * SLACK + 1e-13).all())
+    # n(x) − n(t) = −(1 − cos α)n(t) + (w/‖z(x)‖)(x − t)Dn(t), in the lifted space
+    z, z_t = (torch.cat([lifted(y, norm), torch.full_like(y[:, :1], math.sqrt(d * NORM_EPSILON))], 1) for y in (x, t))
+    w, length = z_t.norm(dim=1), z.norm(dim=1)
+    lowered, stretch = 1 - (z * z_t).sum(1) / (w * length), w / length
+    exact = -lowered[:, None] * normed(t, norm) + stretch[:, None] * ((x - t) @ read.derivative(slice(1)).mid[0])
+    assert torch.allclose(normed(x, norm) - normed(t, norm), exact, rtol=1e-6, atol=1e-9)
+    assert bool((lowered <= read.lowered(ends[1]).floats() * SLACK + 1e-13).all())
+    assert bool(((stretch - 1).abs() <= read.stretched(ends[1]).floats() * SLACK + 1e-13).all())
 
 
 def test_a_tangent_movement_attains_the_shift() -> None:
@@ -87,14 +107,22 @@ def test_a_tangent_movement_attains_the_shift() -> None:
     # The largest second derivative: a third of the square along c, two thirds across it.
     s = 1e-4
     moved = t[0] + w * s * (along / math.sqrt(3) + across * math.sqrt(2 / 3))
-    rho, nothing = (moved - t[0]).norm()[None], torch.zeros(1, dtype=torch.float64)
+    ends = A.upper((moved - t[0]).norm()[None]), moved_from(t, moved[None]), moved_from(t, t)
     bent = normed(moved) - normed(t[0]) - (moved - t[0]) @ read.derivative(slice(None)).mid[0]
-    assert float(bent.norm()) == pytest.approx(
-        float(read.bend(A.upper(rho), A.upper(rho), A.upper(nothing)).floats()), rel=1e-3
-    )
+    assert float(bent.norm()) == pytest.approx(float(read.bend(*ends).floats()), rel=1e-3)
+    # Across c, the angle is what the distance says; towards and away from 0 the length is.
+    for direction in (across, along, -along):
+        x = (t[0] + 0.3 * w * direction)[None]
+        state = moved_from(t, x)
+        if direction is across:
+            lowered = 1 - w / float(x.norm())
+            assert lowered <= float(read.lowered(state).floats()) <= 1.1 * lowered
+        else:
+            bound = float(read.stretched(state).floats())
+            assert abs(w / float(x.norm()) - 1) == pytest.approx(bound, rel=1e-6 if direction is not along else 0.6)
     # Two states on the ray of c, at distance ρ towards the origin: the slope there is 1/(1 − s).
     one, two = (t[0] * 0.5 + sign * 1e-6 * across for sign in (1, -1))
-    ends = [A.upper((a - b).norm()[None]) for a, b in ((one, two), (one, t[0]), (two, t[0]))]
+    ends = A.upper((one - two).norm()[None]), moved_from(t, one[None]), moved_from(t, two[None])
     assert float((normed(one) - normed(two)).norm()) == pytest.approx(
         float(read.shift_between(*ends).floats()), rel=1e-6
     )
@@ -145,7 +173,7 @@ def test_constants_of_gelu_are_attained() -> None:
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), st.sampled_from(["gelu", "relu"]), st.floats(0.01, 3.0))
 def test_no_hidden_state_exceeds_the_kink(seed: int, activation: str, rho: float) -> None:
-    """|act(h) − act(h') − act'(h_t)(h − h')| |W_out| over states n, n' within ρ of n(t)."""
+    """|act(h) − act(h') − act'(h_t)(h − h')| |W_out| over states n, n' within ρ of n(t), from the distances of h."""
     net = gpt(seed % 100, 0.5, layers=1, activation=activation)
     t = drawn(1, 4, seed=seed).expand(50, 4)
     found = movements(net, t)
@@ -153,28 +181,107 @@ def test_no_hidden_state_exceeds_the_kink(seed: int, activation: str, rho: float
     u, u_other = (normed(t) + in_ball(50, 4, rho, seed + k) for k in (1, 2))
     h, h_other = (z @ layer.w_in.mid + layer.b_in.mid for z in (u, u_other))
     error = (act(h) - act(h_other) - (h - h_other) * found.slopes[0].mid) @ layer.w_out.mid
-    ends = [A.upper((a - b).norm(dim=1)) for a, b in ((u, normed(t)), (u_other, normed(t)), (u, u_other))]
-    assert bool(
-        (error.abs() <= found._kink(0, *ends).floats() * SLACK + 1e-6).all()
-    )  # the slope of GELU is known to 1e-7
+    at_t = found.hidden[0].mid
+    ends = [A.upper((a - b).abs()) for a, b in ((h, at_t), (h_other, at_t), (h, h_other))]
+    bound = (found._kink(0, *ends) @ layer.w_out.size()).floats()
+    assert bool((error.abs() <= bound * SLACK + 1e-6).all())  # the slope of GELU is known to 1e-7
 
 
 def test_a_unit_that_changes_sign_attains_the_kink() -> None:
     net = gpt(0, 0.5, layers=1, activation="relu", mlp=1)
     t = drawn(1, 4, seed=4)
     found = movements(net, t)
-    layer = found.layers[0]
-    w, hidden = layer.w_in.mid[:, 0], float(found.hidden[0].mid[0, 0])
-    far = 2 * abs(hidden) / float(w.norm())
-    moved = normed(t)[0] - math.copysign(far, hidden) * w / w.norm()
-    ends = [A.upper([far]), A.zeros(1), A.upper([far])]
-    h = float(moved @ w + layer.b_in.mid[0, 0])
+    hidden = float(found.hidden[0].mid[0, 0])
+    far = A.upper([[2 * abs(hidden)]])
+    h = -hidden
     error = max(h, 0.0) - max(hidden, 0.0) - (h - hidden) * float(hidden > 0)
-    assert torch.allclose(found._kink(0, *ends).floats()[0], abs(error) * layer.w_out.mid[0].abs())
+    assert float(found._kink(0, far, far * 0.0, far).floats()[0, 0]) == pytest.approx(abs(error))
 
 
 def movements(net: SelfAttentionNetwork, t: Tensor) -> Movements:
     return Movements(Comparison(net, dg.collapse(net, method="parallel"), Tokens(t)), A)
+
+
+# --- the inequalities: averages over the visible tokens ---------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.sampled_from(["positions", "length", "any"]))
+def test_no_average_over_visible_tokens_exceeds_the_bound(seed: int, causal: bool, is_read: bool, kind: str) -> None:
+    """Every sequence of up to three tokens; where a row sees a known number of places, the largest one attains it."""
+    n, each = 3, 2
+    positions = drawn(n, 2, seed=seed) if kind == "positions" else None
+    tokens = Tokens(drawn(each, 2, seed=seed + 1), positions, length=None if kind == "any" else n)
+    seen, v = VisibleRows(A, tokens, causal=causal, is_read=is_read), len(tokens.points())
+    pairs, single = drawn(v, v, seed=seed + 2), drawn(v, seed=seed + 3)
+    bound, alone = seen.average(A.upper(pairs)).floats(), seen.of_tokens(A.upper(single)).floats()
+    largest = torch.full((2, v), -math.inf, dtype=torch.float64)
+    for length in range(n if is_read and positions is not None else 1, n + 1):
+        for chosen in torch.cartesian_prod(*[torch.arange(each)] * length).reshape(-1, length):
+            rows = chosen + each * torch.arange(length) if positions is not None else chosen
+            for i, t in enumerate(rows):
+                visible = rows[: i + 1] if causal else rows
+                found = torch.stack([pairs[t, visible].mean(), single[visible].mean()])
+                largest[:, t] = torch.maximum(largest[:, t], found)
+    made = torch.stack([bound, alone])
+    assert bool((largest <= made + 1e-12).all())
+    if positions is not None and (causal or is_read):
+        assert torch.allclose(largest, made, rtol=1e-12)
+    rows_ = drawn(v, 1, seed=seed + 4)
+    last = rows_[-each:] if is_read and positions is not None else rows_
+    assert torch.equal(seen.largest(A.upper(rows_)).floats(), last.amax(0))
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.booleans(), st.sampled_from(["gelu", "relu"]), st.sampled_from([0.01, 0.1, 0.6]))
+def test_no_state_moves_further_than_the_bounds(seed: int, causal: bool, activation: str, eta: float) -> None:
+    """Every state of S and S' on random sequences against `far`, `inward`, G and F, with the average of its own row."""
+    net = gpt(seed, eta, layers=3, causal=causal, activation=activation)
+    tokens = Tokens(drawn(3, 4, seed=seed), drawn(4, 4, seed=seed + 1, size=0.5))
+    found = Movements(Comparison(net, dg.collapse(net, method="parallel"), tokens), A)
+    changed = []
+    for k, layer in enumerate(found.layers):
+        for V, o, state, late, Y in (
+            (found.V_before[k], found.o_before[k], found.states[2 * k], [*found.E[:k], *found.G[:k]], layer.V[0]),
+            (
+                found.V_before[k + 1],
+                found.o_before[k + 1],
+                found.states[2 * k + 1],
+                [*found.E[: k + 1], *found.G[: k + 1]],
+                layer.w_in,
+            ),
+        ):
+            rest = total(found.start, *late, *found.F[:k])
+            changed.append(found._changes(state, rest, V, o + found.m_before[k], Y))
+    generator, places = torch.Generator().manual_seed(seed), tokens.at_positions()
+    with torch.no_grad():
+        for _ in range(10):
+            chosen = torch.randint(0, 3, (4,), generator=generator)
+            X, points = places[torch.arange(4), chosen], torch.arange(4) * 3 + chosen
+            x, y_wide = X, X + sum(attention_of(net, k, X) for k in range(3))
+            for k in range(len(net)):
+                first, moved = attention_of(net, k, X), attention_of(net, k, x)
+                y = x + moved
+                mapped = mlp_of(net, k, y)
+                for name, (state, bound) in {"x": (x, found.states[2 * k]), "y": (y, found.states[2 * k + 1])}.items():
+                    outward = ((state - X) * normed(X)).sum(1) / 2.0
+                    assert bool(((state - X).norm(dim=1) <= bound.far.floats()[points] * SLACK).all()), name
+                    assert bool((-outward <= bound.inward.floats()[points] * SLACK).all()), name
+                    assert bool((outward <= bound.outward.floats()[points] * SLACK).all()), name
+                for read_by_layer, state, bound in zip(
+                    (found.layers[k].V[0].mid, found.layers[k].w_in.mid),
+                    (x, y),
+                    changed[2 * k : 2 * k + 2],
+                    strict=True,
+                ):
+                    change = ((normed(state) - normed(X)) @ read_by_layer).abs()
+                    assert bool((change <= bound.floats()[points] * SLACK + 1e-13).all())
+                assert bool(((moved - first).norm(dim=1) <= found.G[k].floats()[points] * SLACK).all())
+                assert bool(
+                    ((mapped - mlp_of(net, k, X)).norm(dim=1) <= found.F[k].floats()[points] * SLACK + 1e-9).all()
+                )
+                x = y + mapped
+            assert bool(((y_wide - X).norm(dim=1) <= found.other.far.floats()[points] * SLACK).all())
 
 
 # --- the inequalities: leading terms ----------------------------------------------------------------------------------
@@ -205,7 +312,7 @@ def test_the_leading_terms_are_the_second_order(causal: bool) -> None:
         net = gpt(2, eta, layers=3, causal=causal, biases=False)
         small, tokens = dg.collapse(net, method="parallel"), Tokens(drawn(4, 4), length=6)
         found = Movements(Comparison(net, small, tokens), A)
-        rest = max(float(part.floats().max()) for part in (found.attention, found.mlp, found.flat))
+        rest = max(float(part.floats().max()) for part in (*found.attention, found.mlp, found.flat))
         whole = upper(net, small, tokens)
         assert rest / whole < previous / 5
         previous = rest / whole

@@ -28,6 +28,7 @@ from depthgauge.theory.certificates.compared_networks import Comparison, InputSe
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.method import BITS, Method, check_bounds
+from depthgauge.theory.certificates.parallel_blocks import WideBlock
 from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.effective import Choice, DepthBounds, measured_depth, proved_depth, shallower
@@ -152,7 +153,11 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
     inputs = Tokens(exact.token, exact.position)
     if not _methods(network):
         return None
-    if needs_tokens(network) or network.causal:
+    if needs_tokens(network):
+        comparison = Comparison(network, closed_form(network, "parallel"), inputs)
+        read = WideBlock(comparison, readout=lambda A: readout_of(A, R))
+        return least_bound([_bound("parallel", OutputProof(comparison, read, R, is_read=True))])
+    if network.causal:
         return _state_bound(Comparison(network, closed_form(network, "parallel"), inputs), R)
     S = layers_of(Comparison(network, network, inputs), Outward())
 

@@ -10,11 +10,11 @@ sum over the heads. To second order the two sums are averages over pairs of toke
     ψ_A(t, u) = Σ_ℓ [ Σ_{k<ℓ} ā_k(u) + m_k(t)] Dn(t) V_ℓ,
     ψ_M(t, u) = Σ_ℓ [−Σ_{k>ℓ} ā_k(u) + Σ_{k<ℓ} m_k(t)] Dm_ℓ(t),
 
-which are bounded over all pairs, all layers together. Only what is beyond them is bounded by norms, layer by layer. The
-average over u includes t itself with a weight of at least 1/n for at most n tokens.
+which are bounded over all pairs, all layers together, averaged over the tokens that a row sees. What is beyond them is
+bounded layer by layer, for the row of each token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -25,14 +25,19 @@ from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.method import Bound, Method
-from depthgauge.theory.certificates.read_tokens import ReadTokens, column_lengths, diameter, lengths
+from depthgauge.theory.certificates.read_tokens import Moved, ReadTokens, column_lengths, diameter, lengths
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.certificates.visible_rows import VisibleRows
 from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, BoundArithmetic, Enclosed, Upper, total
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
+ByRows = Callable[[slice], Enclosed]
+"""A matrix for each of some tokens."""
 ENTRIES = 2**22
 """Entries of an array that are computed at a time (32 MB)."""
+PAIRED = 1e9
+"""The most numbers L v² d² that the leads of all pairs of v tokens may take; beyond it, norms bound their products."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,117 +80,231 @@ class FoldedLayer:
 class Movements:
     """Bounds on how far the states of S and S' are from the tokens, and on what is beyond the leading terms.
 
-    After construction: `flat` bounds the rests that are equal for all tokens, `attention` those of ψ_A at a token t and
-    `mlp` those of ψ_M, up to `loose[ℓ]`, which is still to be multiplied by the columns of the MLP's derivative.
+    Bounds are per row of a token t, [v], and those on the output also per direction r, a column of the readout R. After
+    construction `attention` bounds the rests of ψ_A, and `mlp` those of ψ_M and of the attention of the row itself, up
+    to `loose[ℓ]`, which is still to be multiplied by the derivative of the MLP. `flat` bounds that of rounding S'.
     """
 
-    def __init__(self, comparison: Comparison, A: BoundArithmetic) -> None:
+    def __init__(self, comparison: Comparison, A: BoundArithmetic, readout: Enclosed | None = None) -> None:
         network, surrogate, tokens = comparison.network, comparison.surrogate, comparison.inputs
         assert isinstance(tokens, Tokens)
         self.A, self.activation, self.unevenness = A, network.activation, tokens.unevenness
-        self.is_single = tokens.length == 1
+        self.is_single, self.R = tokens.length == 1, readout
         self.read = read = ReadTokens(A, tokens.points(), network)
+        self.seen = VisibleRows(A, tokens, causal=network.causal, is_read=readout is not None)
         self.layers = layers = [FoldedLayer.of(A, network, layer) for layer in network]
         self.V = [layer.V.sum(0) for layer in layers]
         self.hidden = [read.u @ layer.w_in + layer.b_in for layer in layers]
         values, self.slopes = zip(*(A.activation(z, self.activation) for z in self.hidden), strict=True)
         m = [act @ layer.w_out + layer.b_out for act, layer in zip(values, layers, strict=True)]
-        o = [layer.o for layer in layers]
-        # Sums over the layers before ℓ and from ℓ on, for ℓ = 0, …, L
-        self.V_before, self.o_before, self.m_before = (sums(A, x) for x in (self.V, o, m))
-        self.V_from, self.o_from = (sums(A, x[::-1])[::-1] for x in (self.V, o))
-        self.reach = self._reach(self.V_before, self.o_before)  # ≥ ‖Σ_k ā_k(u)‖ for all tokens u
-        self.reach_from = self._reach(self.V_from, self.o_from)
-        self.own = [lengths(sum_) for sum_ in self.m_before]
+        # Sums over the layers before ℓ and from ℓ on, for ℓ = 0, …, L; the lead of a state is u V + o + m(t)
+        self.V_before, self.o_before, self.m_before = (sums(A, x) for x in (self.V, [layer.o for layer in layers], m))
+        self.V_from, self.o_from = (sums(A, x[::-1])[::-1] for x in (self.V, [layer.o for layer in layers]))
+        self.whole: Enclosed = A.cat([read.u, A.exact(read.u.floats()[:, :1] * 0.0 + 1.0)], -1)
+        v, d = read.u.shape
+        many = max(1, ENTRIES // (d * max(v, *(z.shape[1] for z in self.hidden))))
+        self.blocks = [slice(start, min(start + many, v)) for start in range(0, v, many)]
+        self.has_jacobians = len(layers) * v * v * d * d <= PAIRED
         spreads = [read.u @ layer.V for layer in layers]  # [H, v, d]
-        self.ranges = [high + low for high, low in (z.ends() for z in spreads)]
         self.spread = [diameter(z) for z in spreads]
-        # TV(row of P(X), average) ≤ min(tanh(θ/4), 1 − 1/n) with θ = max_t ‖n(t)W + q‖ · diameter of n
-        self.queries = [lengths(read.u @ layer.W + layer.q).amax(-1) for layer in layers]
+        self.ranges = [total(*self._out(z).ends()) for z in spreads]
+        # TV(row of P(X), average) ≤ min(tanh(θ/4), 1 − 1/n) with θ = ‖n(t)W + q‖ · diameter of n, [H, v]
+        self.queries = [lengths(read.u @ layer.W + layer.q) for layer in layers]
         wide = diameter(read.u)
         self.uneven = [(query * wide / 4.0).tanh().least(self.unevenness) for query in self.queries]
-        # ‖a_ℓ(X) − (average of ā_ℓ)‖ ≤ E_ℓ, ‖a_ℓ(x_ℓ) − a_ℓ(X)‖ ≤ G_ℓ, ‖m_ℓ(y_ℓ) − m_ℓ(t)‖ ≤ F_ℓ(t)
-        self.E = [(a * b).sum(0) for a, b in zip(self.uneven, self.spread, strict=True)]
+        # ‖a_ℓ(X) − (average of ā_ℓ)‖ ≤ E_ℓ, ‖a_ℓ(x_ℓ) − a_ℓ(X)‖ ≤ G_ℓ, ‖m_ℓ(y_ℓ) − m_ℓ(t)‖ ≤ F_ℓ, [v] each
+        self.E = [
+            total(*(a[h] * b[h] for h in range(b.shape[0]))) for a, b in zip(self.uneven, self.spread, strict=True)
+        ]
         self.G: list[Upper] = []
         self.F: list[Upper] = []
-        v, d = tokens.points().shape
-        self.attention, self.mlp, self.start = A.zeros(v, d), A.zeros(v, d), A.zeros(v)
+        self.start = A.zeros(v)
+        self.still = Moved(self.start, self.start, self.start)
+        self.states: list[Moved] = []  # of x_0, y_0, x_1, …
         self.loose: list[Upper] = []
         self.head_parts: list[Upper] = []
         mlps = [layer for layer, own in zip(layers, network, strict=True) if own.mlp is not None]
         mine, given = self._join(layers, mlps or layers[:1]), FoldedLayer.of(A, surrogate, surrogate[0])
-        mixed, self.off = self._mismatch(mine, given)
-        self.other = total(self.start, self.reach[-1], *self.E, self.off)
-        self.flat = mixed + self._mlp_mismatch(mine, given)
+        length = self._mismatch(mine, given, lambda M: M, spreads)
+        self.off = (length * length).sum(0).sqrt()
+        depth = len(layers)
+        self.other_fixed, self.other_late = self.o_before[depth].expand(v, d), total(self.start, *self.E, self.off)
+        self.other = self._moved(self.V_before[depth], self.other_fixed, self.other_late)
+        self.flat = self._mismatch(mine, given, self._out, spreads) + self._mlp_mismatch(mine, given)
+        self.mlp = A.zeros(v, self.flat.shape[0])
+        self.attention = self.mlp, self.mlp  # of ψ_A and of −ψ_A
         weights = [(layer.W, layer.V, V, layer.w_in, layer.w_out) for layer, V in zip(layers, self.V, strict=True)]
         norms = A.spectral_norms([part for parts in weights for part in parts])
         self.norms = [norms[start : start + 5] for start in range(0, len(norms), 5)]
-        for k in range(len(network)):
+        for k in range(depth):
             self._attention(k)
             self._mlp(k)
 
-    def _reach(self, V: list[Enclosed], o: list[Enclosed]) -> list[Upper]:
-        """Bound ‖n(u)V + o‖ over the tokens u, for every V with its o."""
-        return [lengths(self.read.u @ one + add).amax(-1) for one, add in zip(V, o, strict=True)]
+    def _out(self, M: Enclosed) -> Enclosed:
+        """Return M R."""
+        found: Enclosed = M if self.R is None else M @ self.R
+        return found
+
+    def _led(self, V: Enclosed, fixed: Enclosed, to: Enclosed) -> Enclosed:
+        """Return (u V + fixed) to for all u, [b, v, m], where `fixed` and `to` belong to some tokens t."""
+        return self.whole.coarse(self.A.cat([V @ to, fixed[:, None] @ to], -2))
+
+    def _by_rows(self, bound: Callable[[slice], Upper]) -> Upper:
+        """Put the bounds for some tokens together."""
+        found: Upper = self.A.cat([bound(rows) for rows in self.blocks])
+        return found
+
+    def _length(self, V: Enclosed, fixed: Enclosed) -> Upper:
+        """Bound the average of ‖u V + fixed‖ over u for every token t, of which `fixed` depends."""
+        moved = self.read.u @ V
+        return self._by_rows(lambda rows: self.seen.average(lengths(moved[None] + fixed[rows][:, None]), rows))
+
+    def _moved(self, V: Enclosed, fixed: Enclosed, late: Upper) -> Moved:
+        """Bound how far a state is from its token, if its lead is an average of u V + fixed, up to `late`."""
+        far = self._length(V, fixed) + late
+        if not self.read.is_normed:
+            return Moved(far, far, far)
+
+        def along(rows: slice, sign: float) -> Upper:
+            direction = (self.read.u[rows] * self.read.shorter * sign)[:, :, None]  # ±n(t)/√d
+            return self.seen.average(self._led(V, fixed[rows], direction).top()[..., 0], rows).most(0.0)
+
+        inward = self._by_rows(lambda rows: along(rows, -1.0)) + late
+        return Moved(far, far.least(inward), far.least(self._by_rows(lambda rows: along(rows, 1.0)) + late))
+
+    def _product(
+        self, V: Enclosed, fixed: Enclosed, by: ByRows, measure: Callable[[Enclosed], Upper] = lengths
+    ) -> Upper:
+        """Bound the average of ‖(u V + fixed) Dn(t) M(t)‖ over u for every token t, for the matrices `by` of tokens."""
+
+        def one(rows: slice) -> Upper:
+            led = self._led(V, fixed[rows], self.read.derivative(rows) @ by(rows))
+            return self.seen.average(measure(led), rows)
+
+        return self._by_rows(one)
+
+    def _changes(self, state: Moved, late: Upper, V: Enclosed, fixed: Enclosed, Y: Enclosed) -> Upper:
+        """Bound |(n(x) − n(t)) y| for the columns y of Y, [v, m], for a state with the lead u V + fixed."""
+        read, columns = self.read, column_lengths(Y)
+        whole = read.shift(state.far)[:, None] * columns
+        if not self.has_jacobians:
+            return whole
+        led = self._product(V, fixed, lambda rows: Y, lambda values: values.size())
+        moved = (read.stretched(state) + 1.0)[:, None] * (led + (late * read.steep)[:, None] * columns)
+        return whole.least(read.lowered(state)[:, None] * (read.u @ Y).size() + moved)
+
+    def _read_apart(self, state: Moved, late: Upper, led: Upper, by: ByRows, norm: Upper) -> Upper:
+        """Bound ‖(n(x) − n(t)) M(t)‖ with ‖M(t)‖₂ ≤ `norm`, from the bound `led` on its lead without the stretch."""
+        read = self.read
+        along = self._by_rows(lambda rows: lengths((read.u[rows][:, None] @ by(rows))[:, 0]))
+        return read.lowered(state) * along + (read.stretched(state) + 1.0) * (led + late * read.steep * norm)
 
     def _attention(self, k: int) -> None:
         """Bound a_k(x_k) − a_k(X) and what is beyond its leading term."""
         read, layer, (W_norm, V_norm, V_sum_norm, *_) = self.read, self.layers[k], self.norms[k]
-        late = total(self.start, *self.E[:k], *self.G, *self.F)
-        rho = total(self.reach[k], self.own[k], late)
-        shift = read.shift(rho).amax(0)
-        queries = (self.queries[k] + shift * W_norm) * 2.0
-        turned = (shift * (diameter(read.u @ layer.W.mT) + queries) / 4.0).tanh()
+        late, fixed = total(self.start, *self.E[:k], *self.G, *self.F), self.o_before[k] + self.m_before[k]
+        state = self._moved(self.V_before[k], fixed, late)
+        self.states.append(state)
+        shift = read.shift(state.far)
+        widest = shift.amax(0)
+        turns = (diameter(read.u @ layer.W.mT) + W_norm * widest * 2.0)[:, None] * shift
+        turned = ((turns + self.queries[k] * (widest * 2.0)) / 4.0).tanh()
         turned = turned * 0.0 if self.is_single else turned  # the attention of one token is the identity
         uneven = (self.uneven[k] + turned).least(self.unevenness) * 2.0
-        values = V_sum_norm + (uneven * V_norm).sum(0)
-        self.G.append((turned * self.spread[k]).sum(0) + shift * values)
-        columns, by_scores = column_lengths(layer.V), turned[:, None] * self.ranges[k]
-        self.flat = self.flat + (by_scores + (shift * uneven)[:, None] * columns).sum(0)
-        beyond = read.bend(rho, rho, rho * 0.0) + late * read.steep
-        self.attention = self.attention + beyond[:, None] * column_lengths(self.V[k])
-        self.head_parts.append(by_scores + columns * shift)
+        each = shift * V_sum_norm
+        if self.has_jacobians:
+            led = self._product(self.V_before[k], fixed, lambda rows: self.V[k])
+            each = each.least(self._read_apart(state, late, led, lambda rows: self.V[k], V_sum_norm))
+        heads = range(V_norm.shape[0])
+        by_heads = (turned[h] * self.spread[k][h] + uneven[h] * (widest * V_norm[h]) for h in heads)
+        self.G.append(total(self.seen.of_tokens(each), *by_heads))
+        columns = self.A.cat(
+            [self._changes(state, late, self.V_before[k], fixed, self._out(layer.V[h])).amax(0)[None] for h in heads]
+        )
+        for h in heads:
+            self.mlp = self.mlp + turned[h][:, None] * self.ranges[k][h] + uneven[h][:, None] * columns[h]
+        rests = self._rests(k, state, late, fixed)
+        self.attention = self.attention[0] + rests[0], self.attention[1] + rests[1]
+        self.head_parts.append(turned.amax(-1)[:, None] * self.ranges[k] + columns)
+
+    def _rests(self, k: int, state: Moved, late: Upper, fixed: Enclosed) -> tuple[Upper, Upper]:
+        """Bound (n(x_k) − n(t) − lead Dn(t))V_k r and its negative."""
+        read, V = self.read, self._out(self.V[k])
+        columns, apart = column_lengths(V), late * read.steep
+        rest = (read.bend(state.far, state, self.still) + apart)[:, None] * columns
+        if not self.has_jacobians:
+            return rest, rest
+        along, stretched = read.u @ V, read.stretched(state)
+        led = self._product(self.V_before[k], fixed, lambda rows: V, lambda values: values.size())
+        common = stretched[:, None] * led + ((stretched + 1.0) * apart)[:, None] * columns
+        lowered = read.lowered(state)[:, None]
+        sides = (common + lowered * side.top().most(0.0) for side in (-along, along))
+        high, low = (rest.least(side) for side in sides)
+        return high, low
 
     def _mlp(self, k: int) -> None:
         """Bound m_k(y_k) − m_k(t), and what is beyond the leading term of m_k(y_k) − m_k(y')."""
-        read, (*_, w_in_norm, w_out_norm) = self.read, self.norms[k]
-        rho = total(self.reach[k + 1], self.own[k], *self.E[: k + 1], *self.G, *self.F)
+        read, layer, (*_, w_in_norm, w_out_norm) = self.read, self.layers[k], self.norms[k]
+        fixed, moved = self.o_before[k + 1] + self.m_before[k], total(self.start, *self.E[: k + 1], *self.G, *self.F)
         late = total(self.start, *self.E[k + 1 :], *self.G, *self.F, self.off)
-        apart = total(self.reach_from[k + 1], self.own[k], late)
-        shift, other = read.shift(rho), read.shift(self.other)
-        self.loose.append(read.bend(apart, rho, self.other) + late * read.steep)
-        self.mlp = self.mlp + self._kink(k, shift, other, read.shift_between(apart, rho, self.other))
-        self.F.append(w_in_norm * w_out_norm * STEEPEST[self.activation] * shift)
+        state = self._moved(self.V_before[k + 1], fixed, moved)
+        self.states.append(state)
+        apart = self._length(-self.V_from[k + 1], self.m_before[k] - self.o_from[k + 1]) + late
+        shift, widths = read.shift(state.far), column_lengths(layer.w_in)
+        between = read.shift_between(apart, state, self.other)
+        moves = self._changes(state, moved, self.V_before[k + 1], fixed, layer.w_in)
+        others = self._changes(self.other, self.other_late, self.V_before[-1], self.other_fixed, layer.w_in)
+        self.loose.append(read.bend(apart, state, self.other) + late * read.steep)
+        size = self._out(layer.w_out).size()
+        self.mlp = self.mlp + self._kink(k, moves, others, between[:, None] * widths) @ size
+        found = w_in_norm * w_out_norm * STEEPEST[self.activation] * shift
+        if self.has_jacobians:
+            kinked = self._kink(k, moves, moves * 0.0, moves)
+            led = self._product(self.V_before[k + 1], fixed, lambda rows: self._slope(k, rows))
+            norm = self._by_rows(lambda rows: self.A.spectral_norm(self._slope(k, rows)))
+            apart = self._read_apart(state, moved, led, lambda rows: self._slope(k, rows), norm)
+            found = found.least(apart + (kinked * kinked).sum(-1).sqrt() * w_out_norm)
+        self.F.append(found)
 
-    def _kink(self, k: int, shift: Upper, other: Upper, between: Upper) -> Upper:
-        """Bound |act(h) − act(h') − act'(h_t)(h − h')| |W_out|, where h and h' are within shift·‖W_in e‖ of h_t."""
-        widths, size = column_lengths(self.layers[k].w_in), self.layers[k].w_out.size()
+    def _slope(self, k: int, rows: slice) -> Enclosed:
+        """Return M_k(t) for some tokens, [b, d, d]."""
+        layer = self.layers[k]
+        bent: Enclosed = layer.w_in[:, None] * self.slopes[k][rows][None]
+        return bent.coarse(layer.w_out).permute(1, 0, 2)
+
+    def _kink(self, k: int, one: Upper, other: Upper, between: Upper) -> Upper:
+        """Bound |act(h) − act(h') − act'(h_t)(h − h')| for |h − h_t| ≤ e, |h' − h_t| ≤ e' and |h − h'| ≤ e''."""
         if self.activation == "gelu":
-            scale = (shift + other) * between * (CURVATURE / 2)
-            return scale[:, None] * ((widths * widths)[None] @ size)
+            curved: Upper = (one + other) * between * (CURVATURE / 2)
+            return curved
         # Where the slope is 0, both terms are in [0, max(h, 0)]; where it is 1, both act(h) − h are in [0, max(−h, 0)].
         sign = 1.0 - 2.0 * self.slopes[k].floats()
-        beyond: Upper = shift.most(other)[:, None] * widths + (self.hidden[k] * sign).top()
-        return beyond.most(0.0).least(between[:, None] * widths) @ size
+        beyond: Upper = one.most(other) + (self.hidden[k] * sign).top()
+        return beyond.most(0.0).least(between)
 
-    def _mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> tuple[Upper, Upper]:
-        """Bound |Σ_ℓ a_ℓ(X) − a'(X)|, whose weights differ by rounding, and its length."""
+    def _mismatch(
+        self, mine: FoldedLayer, given: FoldedLayer, out: Callable[[Enclosed], Enclosed], spreads: list[Enclosed]
+    ) -> Upper:
+        """Bound |Σ_ℓ a_ℓ(X) − a'(X)|, whose weights differ by rounding, in the directions of `out`."""
         size = lengths(self.read.u).amax(0)
-        W, q, V, o = (getattr(mine, name) - getattr(given, name) for name in ("W", "q", "V", "o"))
+        W, q = (getattr(mine, name) - getattr(given, name) for name in ("W", "q"))
         turned = (size * (size * self.A.frobenius_norm(W) + lengths(q)[:, 0]) / 2.0).tanh()
-        found = (size * column_lengths(V) + turned[:, None] * self.A.cat(self.ranges)).sum(0) + o.size()[0]
-        return found, (found * found).sum(0).sqrt()
+        ranges = self.A.cat([total(*out(z).ends()) for z in spreads])
+        by_heads = size * column_lengths(out(mine.V - given.V)) + turned[:, None] * ranges
+        found: Upper = by_heads.sum(0) + out(mine.o - given.o).size()[0]
+        return found
 
     def _mlp_mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> Upper:
         """Bound |Σ_ℓ m_ℓ(y') − m'(y')|: act(h)(W_out − W_out') + (act(h) − act(h'))W_out'."""
-        size = (lengths(self.read.u) + self.read.shift(self.other)).amax(0)
+        size = (lengths(self.read.u) + self.read.shift(self.other.far)).amax(0)
 
         def hidden(w_in: Enclosed, b_in: Enclosed) -> Upper:
             return size * column_lengths(w_in) + b_in.size()
 
         moved = hidden(mine.w_in - given.w_in, mine.b_in - given.b_in) * STEEPEST[self.activation]
-        outer = hidden(mine.w_in, mine.b_in) @ (mine.w_out - given.w_out).size()
-        return total(outer, moved @ given.w_out.size(), (mine.b_out - given.b_out).size())[0]
+        outer = hidden(mine.w_in, mine.b_in) @ self._out(mine.w_out - given.w_out).size()
+        last = self._out(mine.b_out - given.b_out).size()
+        return total(outer, moved @ self._out(given.w_out).size(), last)[0]
 
     def _join(self, layers: list[FoldedLayer], mlps: list[FoldedLayer]) -> FoldedLayer:
         """Return all heads side by side and the MLPs of some layers side by side."""
@@ -204,62 +323,58 @@ class Movements:
             b_out=sums(self.A, [layer.b_out for layer in layers])[-1],
         )
 
-    def pairs(self, rows: slice) -> list[tuple[Upper, Upper]]:
-        """Bound ψ_A and −ψ_A, and ψ_M and −ψ_M, over all u, with their rests, for some tokens t, [b, d] each."""
+    def pairs(self, rows: slice) -> list[Upper]:
+        """Bound the averages over u of ψ_A and −ψ_A, and of ψ_M and −ψ_M, with their rests, for some t, [b, m] each."""
         derivative, rests = self.read.derivative(rows), self.mlp[rows]
         affine: tuple[list[Enclosed], list[Enclosed]] = [], []
-        for k, layer in enumerate(self.layers):
+        for k in range(len(self.layers)):
             own = self.m_before[k][rows][:, None]
-            slope = (layer.w_in[:, None] * self.slopes[k][rows][None]).coarse(layer.w_out).permute(1, 0, 2)
-            to_attention, to_mlp = derivative @ self.V[k], derivative @ slope
+            slope = self._out(self._slope(k, rows))
+            to_attention, to_mlp = derivative @ self._out(self.V[k]), derivative @ slope
             fixed = own + self.o_before[k], own - self.o_from[k + 1]
             linear = self.V_before[k], -self.V_from[k + 1]
             for part, to in enumerate((to_attention, to_mlp)):  # ψ = u G + f, with f as the last row of G
                 affine[part].append(self.A.cat([linear[part] @ to, fixed[part] @ to], -2))
             rests = rests + self.loose[k][rows][:, None] * column_lengths(slope)
         found = []
-        for parts, rest in zip(affine, (self.attention[rows], rests), strict=True):
-            high, low = self._largest(reduce(lambda a, b: a + b, parts), rows)
-            found.append((high + rest, low + rest))
+        for parts, both in zip(affine, ([rest[rows] for rest in self.attention], [rests, rests]), strict=True):
+            psi = self.whole.coarse(reduce(lambda a, b: a + b, parts))
+            found += [self.seen.average(side.top(), rows) + rest for side, rest in zip((psi, -psi), both, strict=True)]
         return found
-
-    def _largest(self, G: Enclosed, rows: slice) -> tuple[Upper, Upper]:
-        """Bound the largest weighted average of (u, 1)G and that of −(u, 1)G for some t, u = t at weight 1/n or more.
-
-        With p the value at t and q ≥ p the largest one, the average is at most p + (1 − 1/n)(q − p).
-        """
-        u = self.read.u
-        whole = self.A.cat([u, self.A.exact(u.floats()[:, :1] * 0.0 + 1.0)], -1)
-        high, low = whole.coarse(G).ends()
-        if self.unevenness == 1.0:
-            return high, low
-        own = (whole[rows][:, None] @ G)[:, 0]
-        top, bottom = own.top(), (-own).top()
-        mixed = (top + (high + bottom) * self.unevenness), (bottom + (low + top) * self.unevenness)
-        return high.least(mixed[0]), low.least(mixed[1])
 
 
 class WideBlock(Method):
-    """A proof over all sequences of tokens, where S' is the wide block of S."""
+    """A proof over all sequences of tokens, where S' is the wide block of S.
 
-    def __init__(self, comparison: Comparison, progress: Step = silent) -> None:
-        self._progress = progress
+    Args:
+        comparison: what is compared.
+        progress: called as `progress(done, total, label)`.
+        readout: returns a matrix R, [d, m], in an arithmetic; then the bound is on |(S − S') R| in the last row alone,
+            over all sequences of tokens that fill all positions.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        progress: Step = silent,
+        readout: Callable[[BoundArithmetic], Enclosed] | None = None,
+    ) -> None:
+        self._progress, self.readout = progress, readout
         super().__init__(comparison)
         self._progress = silent
 
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class."""
         require_block(comparison.network, comparison.surrogate)
-        found = Movements(comparison, A)
-        v, d = found.read.u.shape
-        many = max(1, ENTRIES // (d * max(v, *(z.shape[1] for z in found.hidden))))
-        worst: list[Upper] = []  # ψ_A, −ψ_A, ψ_M and −ψ_M
-        for start in range(0, v, many):
-            self._progress(start, v, "proving")
-            sides = [side.amax(0) for part in found.pairs(slice(start, start + many)) for side in part]
-            worst = [a.most(b) for a, b in zip(worst, sides, strict=True)] if worst else sides
-        value = (worst[0] + worst[2]).most(worst[1] + worst[3]) + found.flat
-        is_far = found.read.is_normed and bool((found.read.relative(found.other).floats() >= 1).any())
+        found = Movements(comparison, A, None if self.readout is None else self.readout(A))
+        blocks: list[list[Upper]] = []
+        for rows in found.blocks:
+            self._progress(rows.start, found.read.u.shape[0], "proving")
+            blocks.append(found.pairs(rows))
+        A_high, A_low, M_high, M_low = (A.cat(list(side)) for side in zip(*blocks, strict=True))
+        sides = [found.seen.of_tokens(a) + m for a, m in ((A_high, M_high), (A_low, M_low))]
+        value = found.seen.largest(sides[0].most(sides[1])) + found.flat
+        is_far = found.read.is_normed and bool((found.read.relative(found.other.far).floats() >= 1).any())
         note = (
             "a state may move further than the entries of its token differ from their mean; the bound is far too large"
         )

@@ -6,13 +6,28 @@ With c = x − mean(x), σ² = ‖c‖²/d + ε and w = √d·σ, the length of 
 
 RMSNorm is the same with c = x and J = 0. Let x move from t by at most ρ, and s = ρ/w. Then n moves by at most
 √d·2 sin(arcsin(s)/2), and never by more than 2√d.
+
+The lifted vector gets shorter only by the part of x − t along −c. If that is at most `inward`, then ‖z‖ ≥ w − inward
+on the whole segment from t to x. With the angle α between both lifted vectors,
+
+    n(x) − n(t) = −(1 − cos α) n(t) + (w/‖z(x)‖)(x − t)Dn(t).
 """
+
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Upper
 from depthgauge.theory.network.network import NORM_EPSILON, SelfAttentionNetwork
+
+
+class Moved(NamedTuple):
+    """How far a state x is from its token t: ‖x − t‖ ≤ far, and −inward ≤ ⟨x − t, n(t)/√d⟩ ≤ outward."""
+
+    far: Upper
+    inward: Upper
+    outward: Upper
 
 
 class ReadTokens:
@@ -28,6 +43,7 @@ class ReadTokens:
             c = self.u - (self.u @ ones) * self.one_over if self.centers else self.u
             self.inverse = A.inverse_root((c * c) @ ones * self.one_over + NORM_EPSILON)
             self.u = c * self.inverse
+        self.shorter = A.inverse_root(A.exact(float(self.d)))  # 1/√d
         self.steep = self.inverse.top()[:, 0]  # 1/σ, a bound on ‖Dn(t)‖₂
 
     def derivative(self, rows: slice) -> Enclosed:
@@ -41,27 +57,36 @@ class ReadTokens:
 
     def relative(self, rho: Upper) -> Upper:
         """Bound s = ρ/w."""
-        return rho * self.steep * self.A.inverse_root(self.A.exact(float(self.d))).top()
+        return rho * self.steep * self.shorter.top()
 
     def shift(self, rho: Upper) -> Upper:
         """Bound ‖n(x) − n(t)‖ for ‖x − t‖ ≤ ρ: √d·s·√(2/(1 + √(1 − s²))), which is √d·2 sin(arcsin(s)/2)."""
         return self.relative(rho).chord() * self.root.top() if self.is_normed else rho
 
-    def shift_between(self, apart: Upper, rho: Upper, other: Upper) -> Upper:
-        """Bound ‖n(x) − n(x')‖ for ‖x − x'‖ ≤ `apart`, ‖x − t‖ ≤ ρ and ‖x' − t‖ ≤ ρ': √d·s''/(1 − max(s, s'))."""
+    def shift_between(self, apart: Upper, one: Moved, two: Moved) -> Upper:
+        """Bound ‖n(x) − n(x')‖ for ‖x − x'‖ ≤ `apart`: √d·s''/(1 − max(a, a')), a the inward part over w."""
         if not self.is_normed:
             return apart
-        through_ball = (apart * self.steep).over_rest(self.relative(rho.most(other)))
-        return through_ball.least(self.shift(rho) + self.shift(other))
+        through = (apart * self.steep).over_rest(self.relative(one.inward.most(two.inward)))
+        return through.least(self.shift(one.far) + self.shift(two.far))
 
-    def bend(self, apart: Upper, rho: Upper, other: Upper) -> Upper:
-        """Bound ‖n(x) − n(x') − (x − x')Dn(t)‖: √d·s''(s/(1 − s) + s'/(1 − s'))/√3."""
+    def bend(self, apart: Upper, one: Moved, two: Moved) -> Upper:
+        """Bound ‖n(x) − n(x') − (x − x')Dn(t)‖: √d·s''(s + s')/(1 − max(a, a'))/√3."""
         if not self.is_normed:
             return apart * 0.0
-        step = apart * self.steep
-        one, two = (s.over_rest(s) for s in (self.relative(rho), self.relative(other)))
-        curved = step * (one + two) * self.A.inverse_root(self.A.exact(3.0)).top()
-        return curved.least(self.shift_between(apart, rho, other) + step)
+        step, room = apart * self.steep, self.relative(one.inward.most(two.inward))
+        curved = step * self.relative(one.far + two.far).over_rest(room) * self.A.inverse_root(self.A.exact(3.0)).top()
+        return curved.least(self.shift_between(apart, one, two) + step)
+
+    def lowered(self, state: Moved) -> Upper:
+        """Bound 1 − cos α."""
+        chord = self.relative(state.far).chord()
+        return chord * chord * (0.5 if self.is_normed else 0.0)
+
+    def stretched(self, state: Moved) -> Upper:
+        """Bound |w/‖z(x)‖ − 1|: a/(1 − a) for a shorter vector, (‖z(x)‖²/w² − 1)/2 for a longer one."""
+        a, b, s = (self.relative(one) for one in (state.inward, state.outward, state.far))
+        return a.over_rest(a).most(b + s * s * 0.5) * (1.0 if self.is_normed else 0.0)
 
 
 def lengths(rows: Enclosed) -> Upper:
