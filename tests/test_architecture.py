@@ -32,6 +32,7 @@ LEVELS: list[set[str]] = [
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # The modules of the lowest level may import each other.
 MAY_IMPORT_ITS_LEVEL = {0}
+SLOW = "scipy.stats."
 HEAVY = {
     "transformers",
     "gguf",
@@ -180,14 +181,14 @@ def repeated_classes(src: Path) -> list[str]:
 
 
 def heavy_imports(src: Path) -> list[str]:
-    """List optional packages that are imported at module level instead of where they are needed."""
+    """List packages, optional or slow to import, that are imported at module level instead of where they are needed."""
     return [
         f"{path.relative_to(src)}:{line}: {name}"
         for path in sorted(src.rglob("*.py"))
         for name, line, at_import in imports_of(
             path.read_text(encoding="utf-8"), module_name(path, src), path.name == "__init__.py"
         )
-        if at_import and name.split(".")[0] in HEAVY
+        if at_import and (name.split(".")[0] in HEAVY or f"{name}.".startswith(SLOW))
     ]
 
 
@@ -352,6 +353,9 @@ def test_planted_repeated_classes_are_found(tmp_path: Path) -> None:
         ("def f():\n    import triton", False),
         ("if TYPE_CHECKING:\n    import transformers", False),
         ("import tritonless", False),
+        ("from scipy import special, stats", True),
+        ("from scipy.stats import norm", True),
+        ("from scipy import special", False),
     ],
 )
 def test_planted_heavy_imports_are_found(tmp_path: Path, source: str, is_found: bool) -> None:

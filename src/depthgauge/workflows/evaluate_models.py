@@ -17,6 +17,7 @@ from depthgauge.base.progress import Step
 from depthgauge.checkpoints.inputs.text_files import TextFile
 from depthgauge.checkpoints.source.library import library_versions
 from depthgauge.checkpoints.source.model_files import Source
+from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
 from depthgauge.checkpoints.tasks.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.tasks.known_tasks import ClozeText, cloze_items, lm_eval
 from depthgauge.checkpoints.tasks.language import (
@@ -144,9 +145,6 @@ def evaluation_record(
     work: PreparedEvaluation, models: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
 ) -> EvaluateRecord:
     """Compare what was measured of the models, item by item, with the first of them."""
-    # It imports scipy.stats, which takes about a second; `shrink` without tasks does not need it.
-    from depthgauge.checkpoints.tasks.confidence import accuracy_record, mean_record
-
     confidence, dense = work.settings.confidence, models[0]
     tasks, main = [], []
     for name in work.tasks:
@@ -216,8 +214,6 @@ def tasks_after(asked: str | None, device: torch.device, objective: str) -> str 
 
 def fall_warnings(before: ModelAnswers, after: ModelAnswers) -> list[str]:
     """Return a warning for each task that the recovered model answers worse than before, surely, item by item."""
-    from depthgauge.checkpoints.tasks.confidence import accuracy_record
-
     warnings = []
     for name, answers in after.answers.items():
         metric = next(metric for metric in METRICS if metric in answers.right)

@@ -7,6 +7,8 @@ both.
 An item is *lost* if only the first model answers it right, *gained* if only the other one does, else unchanged. With n
 items drawn independently from one population, the numbers (B, C) of lost and gained items are trinomial with
 probabilities (p, q), and the accuracy of the other model is p − q lower in the population.
+
+Intervals of means need no `scipy.stats`, which takes about a second to import: functions that need it import it.
 """
 
 import math
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy import special, stats
+from scipy import special
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
@@ -147,6 +149,8 @@ def mcnemar(lost: int, gained: int) -> float:
     >>> mcnemar(0, 0), mcnemar(1, 6)
     (1.0, 0.125)
     """
+    from scipy import stats
+
     changed = lost + gained
     return min(1.0, 2 * float(stats.binom.cdf(min(lost, gained), changed, 0.5)))
 
@@ -204,6 +208,8 @@ def mean_difference_interval(counts: Sequence[Counts], confidence: float = 0.95)
     It is Wald's interval of independent tasks, with 1/2 added to each of the four cells of a task (Agresti and Min,
     2005). It is approximate, unlike `difference_interval`.
     """
+    from scipy import stats
+
     lost, gained, items = np.array(counts, dtype=np.float64).T
     n = items + 2
     differences = (gained - lost) / n
@@ -224,6 +230,8 @@ def largest_mean_fall(counts: Sequence[Counts], confidence: float) -> float:
 
 def _clopper_pearson(count: Any, items: int, alpha: float) -> tuple[Any, Any]:
     """Return the ends of the interval of a binomial probability; each end fails with probability `alpha`/2 at most."""
+    from scipy import stats
+
     low = stats.beta.ppf(alpha / 2, np.maximum(count, 1), items - count + 1)
     high = stats.beta.ppf(1 - alpha / 2, count + 1, np.maximum(items - count, 1))
     return np.where(count == 0, 0.0, low), np.where(count == items, 1.0, high)
@@ -250,6 +258,8 @@ def _probability(
     It is Σ_b P[B = b] P[C ≥ needed[b] | B = b], where C given B = b is Binomial(n − b, q/(1 − p)). Numbers b that B
     takes with a probability of at most `_DROPPED` together are left out, and their probability is added.
     """
+    from scipy import stats
+
     n = len(needed) - 1
     few, many = stats.binom.ppf(_DROPPED / 2, n, p.min()), stats.binom.isf(_DROPPED / 2, n, p.max())
     b = np.arange(max(0, int(few)), min(n, int(many)) + 1)[:, None]
