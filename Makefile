@@ -20,7 +20,7 @@ help:
 	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
 	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
 	@echo "make test-annotations   a quarter of the tests of functions on tensors, with every annotation checked at run time"
-	@echo "make test-families   every family of transformers, gauged and shrunk as a tiny model"
+	@echo "make test-families   the families of transformers that make test leaves out, gauged and shrunk as tiny models"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2: gauged, and read by other tools"
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
@@ -74,12 +74,13 @@ types: $(VENV)/dev.stamp
 test: lint suite
 
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) --slowest results/slowest_tests.txt \
+	$(PIN) $(BIN)/pytest -n $(WORKERS) --dist loadgroup --slowest results/slowest_tests.txt \
 		-m "not soak and not models and not gpu and not docs and not kernels and not families"
 
-# A tiny model of every family that transformers can build; docs/families.md shows the results.
+# A tiny model of every family that transformers can build, and tests that take long on other families than those of
+# `make test`; docs/families.md shows the results.
 test-families: $(VENV)/dev.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) tests/families
+	$(PIN) $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m families tests
 
 # Every kernel alone and with the host code that launches it, under Triton's interpreter, which takes minutes. That the
 # backends compute what they guarantee is part of `make test` (tests/contracts).

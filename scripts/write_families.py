@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from family_configs import FamilyCase, family_cases  # noqa: E402
-from family_rows import NO, FamilyRow, family_row, quick_shrinks  # noqa: E402
+from family_rows import NO, FamilyRow, quick_shrinks, run_family  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 KINDS = {
@@ -93,7 +93,7 @@ def measured(case: FamilyCase) -> FamilyRow | str:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, quick_shrinks():
         warnings.simplefilter("ignore")
         try:
-            return family_row(case, Path(folder))
+            return run_family(case, Path(folder)).row
         except Exception as error:
             return f"{case}: {type(error).__name__}: {error}"
 

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ from beartype import BeartypeConf, FrozenDict, beartype
 from forked import ForkedScript
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+if TYPE_CHECKING:
+    from family_configs import FamilyCase
+    from family_rows import FamilyRun
 
 # No test may ask a real hub; those about hubs serve their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -96,6 +101,20 @@ def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     from depthgauge.surgery import verify
 
     monkeypatch.setattr(verify, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedScript}))
+
+
+@pytest.fixture(scope="session")
+def family_run(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[FamilyCase], FamilyRun]":
+    """Gauge and shrink a tiny model of a family once for all tests; those of a family are in one `xdist_group`."""
+    from family_rows import quick_shrinks, run_family
+
+    @cache
+    def run(case: "FamilyCase") -> "FamilyRun":
+        with warnings.catch_warnings(), quick_shrinks():
+            warnings.simplefilter("ignore")
+            return run_family(case, tmp_path_factory.mktemp(case.model_type))
+
+    return run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What `gauge` and `shrink` do with a tiny model of a family, as a row of the table in docs/families.md."""
+"""What `gauge` and `shrink` do with a tiny model of a family: one run, and the row of docs/families.md about it."""
 
 import re
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from tiny_vision import save_images, save_processor
 import depthgauge as dg
 from depthgauge.base.errors import DepthgaugeError
 from depthgauge.checkpoints.source.library import quiet
+from depthgauge.results.shrink_record import ShrinkRecord
 from depthgauge.surgery import speed, student, verify
 
 WINDOW, SAMPLES, NO = 16, 73, "–"
@@ -87,6 +88,20 @@ class FamilyRow:
         return f"| {' | '.join(getattr(self, field.name) for field in fields(self))} |"
 
 
+@dataclass(frozen=True)
+class FamilyRun:
+    """What was done with a tiny model of a family.
+
+    - `row`: what docs/families.md says about it
+    - `record`: the record of `shrink`, or None if the model was not shrunk
+    - `smaller`: the folder of the model that it wrote
+    """
+
+    row: FamilyRow
+    record: ShrinkRecord | None
+    smaller: Path
+
+
 def known_reason(message: str) -> str:
     """Return how the table says a refusal or a note; raise if it is not a known one."""
     found = next((words for pattern, words in KNOWN.items() if re.search(pattern, message)), None)
@@ -107,20 +122,23 @@ def quick_shrinks() -> Iterator[None]:
         yield
 
 
-def family_row(case: FamilyCase, folder: Path) -> FamilyRow:
+def run_family(case: FamilyCase, folder: Path) -> FamilyRun:
     """Gauge and shrink a tiny model of a family in an empty folder. Errors that are not ours are raised."""
+    smaller = folder / "smaller"
     try:
         model = tiny_family(case)
     except ImportError as error:
         needed = re.search(r"requires the (\w+) library", str(error))
-        return FamilyRow(case.model_type, case.kind, reason=f"not built: needs {needed[1] if needed else error}")
+        reason = f"not built: needs {needed[1] if needed else error}"
+        return FamilyRun(FamilyRow(case.model_type, case.kind, reason=reason), None, smaller)
     except Exception:  # from transformers, which checks sizes against each other
-        return FamilyRow(case.model_type, case.kind, reason="not built: its defaults cannot be made small")
+        reason = "not built: its defaults cannot be made small"
+        return FamilyRun(FamilyRow(case.model_type, case.kind, reason=reason), None, smaller)
     dense = folder / "dense"
     with quiet():
         model.save_pretrained(dense)
     given, amount = _given(case, model, dense)
-    cells, reasons = {}, []
+    cells, reasons, record = {}, [], None
     try:
         gauged = dg.gauge(dense, **given, **amount)
         unobserved = getattr(gauged.subjects[0], "unobserved", None)
@@ -129,10 +147,12 @@ def family_row(case: FamilyCase, folder: Path) -> FamilyRow:
     except DepthgaugeError as error:
         reasons.append(str(error))
     try:
-        cells |= _shrunk(dense, given, reasons)
+        record = _shrunk(dense, smaller, given, reasons)
+        cells |= _cells(record, reasons)
     except DepthgaugeError as error:
         reasons.append(str(error))
-    return FamilyRow(case.model_type, case.kind, **cells, reason="; ".join(dict.fromkeys(map(known_reason, reasons))))
+    reason = "; ".join(dict.fromkeys(map(known_reason, reasons)))
+    return FamilyRun(FamilyRow(case.model_type, case.kind, **cells, reason=reason), record, smaller)
 
 
 def _given(case: FamilyCase, model: Any, dense: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -152,16 +172,20 @@ def _given(case: FamilyCase, model: Any, dense: Path) -> tuple[dict[str, Any], d
     return {"text": str(text), "allow": "unread", **common}, {"tokens": 2 * WINDOW}
 
 
-def _shrunk(dense: Path, given: dict[str, Any], reasons: list[str]) -> dict[str, str]:
-    """Remove one block and return the cells about it; what was not done is added to `reasons`."""
+def _shrunk(dense: Path, smaller: Path, given: dict[str, Any], reasons: list[str]) -> ShrinkRecord:
+    """Remove one block; if it was not sampled, why not is added to `reasons`."""
     options: dict[str, Any] = {"remove": 1, "effort": "quick", **given}
     try:
-        record = dg.shrink(dense, out=dense.parent / "smaller", **options).record
+        return dg.shrink(dense, out=smaller, **options).record
     except DepthgaugeError as error:
         if "cannot be sampled" not in str(error):
             raise
         reasons.append(str(error))
-        record = dg.shrink(dense, out=dense.parent / "smaller", sampled=0, **options).record
+        return dg.shrink(dense, out=smaller, sampled=0, **options).record
+
+
+def _cells(record: ShrinkRecord, reasons: list[str]) -> dict[str, str]:
+    """Return the cells about a removed block; what was not done is added to `reasons`."""
     assert record.layers_after == record.layers_before - 1
     assert record.reload is not None
     said = r"not removed: |without repair, because|the repair leaves|the search left out"

@@ -1,8 +1,10 @@
 """Tiny random models of every family, with weights large enough that attention is far from uniform."""
 
 import warnings
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import pytest
 import torch
 
 _SMALL = {
@@ -60,6 +62,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if cls.endswith(("ForCausalLM", "LMHeadModel")))
 ENCODERS = tuple(name for name in MODELS if name not in DECODERS)
+DISTINCT = ("llama", "gemma3", "gpt2", "gpt_neox", "bert", "distilbert")
+"""Models of different structure: norms before sublayers, norms around them and windows, transposed maps, parallel
+sublayers, norms after sublayers, other names of everything. `make test` runs what takes long on these."""
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Families without an entry in the table: their structure is derived from the model.
 DERIVED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -183,6 +188,11 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
 }  # fmt: skip
+
+
+def some_families(names: Iterable[str], tested: Collection[str] = DISTINCT) -> list[Any]:
+    """Return the names as parameters of a test that takes long; `make test-families` has those not in `tested`."""
+    return [pytest.param(name, marks=() if name in tested else pytest.mark.families) for name in names]
 
 
 def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None = None) -> Any:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from forked import exit_code, forked
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import save_tokenizer, text_of
-from tiny_models import DECODERS, ENCODERS, tiny_model
+from tiny_checkpoints import text_of
 from tiny_shrinks import LAYERS, quick, save
 
 from depthgauge.base.errors import InputError, InterruptedRunError
@@ -91,27 +90,6 @@ def test_a_plan_is_refused_for_other_weights(tmp_path: Path, llama: Path, text: 
         shrink(other, plan=plan)
     with pytest.raises(InputError, match=r"--remove cannot be combined with a plan"):
         shrink(llama, plan=plan, remove=2)
-
-
-@pytest.mark.parametrize("name", [name for name in (*DECODERS, *ENCODERS) if name not in ("llama", "camembert")])
-def test_every_family_is_shrunk(name: str, tmp_path: Path, text: Path) -> None:
-    """The result has fewer layers and is described; repair does not raise the objective on the selection windows."""
-    from transformers import PreTrainedTokenizerFast
-
-    save_tokenizer(tmp_path, special=name in ENCODERS)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    result = quick(tiny_model(name, layers=LAYERS), text, remove=1, tokenizer=tokenizer)
-    record = result.record
-    assert record.layers_after == LAYERS - 1
-    assert result.model.config.num_hidden_layers == LAYERS - 1
-    (best,) = [one for one in record.plan.candidates if one.chosen]
-    assert best.repaired is not None
-    assert best.repaired <= min(one.increase for one in record.plan.candidates) + 1e-6
-    assert [stage.name for stage in record.stages][-1] == "distillation"
-    assert (record.objective == "states") == (name in ENCODERS)
-    if name in ENCODERS:
-        assert record.guarantee is not None
-        assert record.guarantee.quantile.increase is not None
 
 
 def test_no_repair_changes_no_weight(tmp_path: Path, llama: Path, text: Path) -> None:

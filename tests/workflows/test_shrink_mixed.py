@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoints import text_of
+from tiny_models import some_families
 from tiny_shrinks import quick, save
 
 from depthgauge.base.errors import InputError
@@ -36,7 +37,10 @@ def generates_alike(model: Any) -> bool:
     return torch.equal(*made)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "bamba", "qwen3_next", "recurrent_gemma", "nemotron_h"])
+MIXED = ["lfm2", "bamba", "qwen3_next", "recurrent_gemma", "nemotron_h"]
+
+
+@pytest.mark.parametrize("name", some_families(MIXED, ["lfm2", "recurrent_gemma"]))
 def test_blocks_of_different_kinds_are_repaired(name: str, tmp_path: Path, text: Path) -> None:
     folder, options = save(tmp_path / "model", name, layers=5), {"remove": 2, "out": tmp_path / "out"}
     if name == "recurrent_gemma":
@@ -91,7 +95,7 @@ def test_kinds_that_follow_from_the_index_leave_some_sets(tmp_path: Path, text: 
     assert any("the configuration gives" in note for note in record.notes)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba", "rwkv"])
+@pytest.mark.parametrize("name", some_families(["mamba", "mamba2", "falcon_mamba", "rwkv"], ["mamba", "rwkv"]))
 def test_state_spaces_are_shrunk(name: str, tmp_path: Path, text: Path) -> None:
     sampled = {"sampled": 0.0} if name == "rwkv" else {}
     record = quick(save(tmp_path / "model", name, layers=4), text, remove=1, out=tmp_path / "out", **sampled).record
