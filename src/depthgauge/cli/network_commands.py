@@ -86,7 +86,16 @@ def collapse(
         int | None,
         typer.Option(help="Certify inputs of this many tokens; with --tokens, of at most this many  [default: any]."),
     ] = None,
-    effort: Annotated[str, typer.Option(help="default, or high: sharper bounds, slower.")] = "default",
+    effort: Annotated[
+        str, typer.Option(help="default; high: sharper bounds, slower; exact: the supremum over prompts of --tokens.")
+    ] = "default",
+    tolerance: Annotated[
+        float, typer.Option(help="With --effort exact: relative width at which the enclosure is narrow enough.")
+    ] = 0.02,
+    seconds: Annotated[
+        float,
+        typer.Option(help="With --effort exact: time after which the best enclosure is the result."),
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of the attack and of `fitted`.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the shallower network to this file.")] = None,
     witness: Annotated[
@@ -107,6 +116,9 @@ def collapse(
     `depthgauge collapse net.safetensors --tokens tokens.safetensors --length 64` bounds the difference for every
     prompt: every sequence of up to 64 of these tokens.
 
+    `depthgauge collapse net.safetensors --tokens two.safetensors --effort exact` encloses the largest difference over
+    all prompts of a few tokens within 2 %, for weights of any size. Ctrl-C ends it with the best enclosure so far.
+
     `depthgauge collapse causal.safetensors --length 64` replaces a causal network by one causal layer whose heads have
     position biases for up to 64 tokens.
 
@@ -117,6 +129,7 @@ def collapse(
     corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
     """
     from depthgauge.base.io import check_outputs
+    from depthgauge.theory.certificates.exact_supremum import ExactLimits
     from depthgauge.theory.certificates.token_set import load_tokens
     from depthgauge.workflows.collapse import collapse_file
 
@@ -126,7 +139,7 @@ def collapse(
     with progress_bar("collapsing") as progress:
         collapsed = collapse_file(
             network, method, radius=radius, ball=ball, inputs=inputs, tokens=length if inputs is None else None,
-            effort=effort, seed=seed, progress=progress,
+            effort=effort, limits=ExactLimits(tolerance, seconds), seed=seed, progress=progress,
         )  # fmt: skip
     try:
         collapsed.save(out, witness)

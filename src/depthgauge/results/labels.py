@@ -212,6 +212,8 @@ TERMS: Mapping[str, str] = {
     "plain": "proof: every head bounded alone, and the bounds added",
     "pairs": "proof: all heads are bounded together, over pairs of tokens (--tokens)",
     "squares": "proof: the joint bound sharpened by sums of squares (--effort high)",
+    "shares": "proof: branch and bound over the shares of the tokens (--effort exact)",
+    "enumeration": "proof: all sequences evaluated in interval arithmetic (--effort exact)",
     "deletion": "proof: attention removed layer by layer; causal networks and networks with MLPs",
     "refuted": "for every shallower network tried, an input was found on which it exceeds the tolerance",
     "undecided": "neither proved nor refuted; for statements: no instance was found, or no time was left",

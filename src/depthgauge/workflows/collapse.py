@@ -11,6 +11,7 @@ from depthgauge.base.io import write_atomically
 from depthgauge.base.progress import Step, silent
 from depthgauge.results.gauge_record import CollapseRecord
 from depthgauge.theory.certificates.certificate import Certificate, certify, check_request
+from depthgauge.theory.certificates.exact_supremum import ExactLimits
 from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.methods import collapse
@@ -47,6 +48,7 @@ def collapse_file(
     inputs: Tokens | None = None,
     tokens: int | None = None,
     effort: str = "default",
+    limits: ExactLimits | None = None,
     seed: int = 0,
     progress: Step = silent,
 ) -> Collapsed:
@@ -54,7 +56,7 @@ def collapse_file(
 
     The certificate is about every input with |entries| up to `radius`, by default 1, or with tokens of Euclidean length
     up to `ball`, or about all sequences of the tokens `inputs`. With `tokens=None` it holds for any number of tokens.
-    The seed is that of the attack and of `fitted`.
+    The seed is that of the attack and of `fitted`, and `limits` are those of effort "exact".
     """
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)
@@ -63,9 +65,10 @@ def collapse_file(
     chosen = check_request(network, network, radius, ball, inputs, tokens, effort)
     length = tokens if inputs is None else inputs.length
     surrogate = collapse(network, method, length=length, radius=chosen.radius, seed=seed, progress=progress)
+    limits = limits or ExactLimits()
     certificate = certify(
-        network, surrogate, radius=radius, ball=ball, inputs=inputs, tokens=tokens, effort=effort, seed=seed,
-        progress=progress,
+        network, surrogate, radius=radius, ball=ball, inputs=inputs, tokens=tokens, effort=effort,
+        tolerance=limits.tolerance, seconds=limits.seconds, seed=seed, progress=progress,
     )  # fmt: skip
     document = {
         "method": method,

@@ -16,6 +16,13 @@ from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.attack import AttackOptions, attack
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
+from depthgauge.theory.certificates.exact_supremum import (
+    Enumeration,
+    ExactLimits,
+    Shares,
+    exact_method,
+    exact_obstacle,
+)
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.method import BITS, Method
 from depthgauge.theory.certificates.proving import method_of
@@ -26,6 +33,7 @@ from depthgauge.theory.network.network import SelfAttentionNetwork, require_netw
 from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
 EFFORTS = ("default", "high")
+"""The efforts of a proof over all inputs; over tokens there is "exact" as well."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,9 +44,11 @@ class Certificate:
 
     Attributes:
         upper: the proved bound on exact outputs, with the rounding of the proof; None if no finite bound was found.
-        methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel" or "deletion".
+        methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel", "deletion",
+            "shares" or "enumeration".
         notes: remarks on the upper bound.
         share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
+            All are 0 for effort "exact".
         coordinate: the output coordinate with the largest upper bound.
         lost_at: the layer at which the upper bound became infinite, or None.
         seconds: the time of the upper bound.
@@ -47,7 +57,7 @@ class Certificate:
         lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
         witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
         attack_seconds: the time of the lower bound.
-        effort: "default" or "high", the effort of the proof.
+        effort: "default", "high" or "exact", the effort of the proof.
         exhaustive: whether every sequence of tokens was tried, so that `lower` is the largest error itself, up to the
             rounding with which the sequences were compared.
     """
@@ -150,6 +160,8 @@ def certify(
     inputs: Tokens | None = None,
     tokens: int | None = None,
     effort: str = "default",
+    tolerance: float = ExactLimits.tolerance,
+    seconds: float = ExactLimits.seconds,
     starts: int | None = None,
     steps: int = 40,
     seed: int = 0,
@@ -168,7 +180,11 @@ def certify(
         ball: r; the set is the ball of all X with ‖x_i‖₂ ≤ r for every token x_i.
         inputs: `Tokens`; the set is that of all sequences of these tokens, so the bounds hold for every prompt.
         tokens: the number of tokens n of X; None covers any number. Not with `inputs`, which have their own length.
-        effort: "default", or "high" to sharpen the upper bound by sums of squares (seconds to minutes).
+        effort: "default", or "high" to sharpen the upper bound by sums of squares (seconds to minutes), or "exact" for
+            the supremum itself over `inputs`, at any size of the weights: the maximum over all sequences if there are
+            at most 10⁶, otherwise over all shares of the tokens (no causal mask, no positions).
+        tolerance: of "exact" over shares; the search ends when `upper` is at most (1 + tolerance) times a proved value.
+        seconds: of "exact" over shares; after this time, or at Ctrl-C, the best proved enclosure so far is returned.
         starts: starting points of the search; None chooses 4 to 32 by network size.
         steps: gradient steps of the search from each starting point.
         seed: seed of the search; the same seed gives the same certificate.
@@ -192,9 +208,10 @@ def certify(
     """
     chosen = check_request(network, surrogate, radius, ball, inputs, tokens, effort)
     require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
+    limits = ExactLimits(tolerance, seconds)
     comparison = Comparison(_copied(network), _copied(surrogate), chosen, tokens)
     options = AttackOptions(starts, steps, require_seed(seed), device)
-    return certificate_of(comparison, effort, options, progress=progress)
+    return certificate_of(comparison, effort, options, limits=limits, progress=progress)
 
 
 def certificate_of(
@@ -202,18 +219,25 @@ def certificate_of(
     effort: str,
     options: AttackOptions,
     S: ExpansionLayers | None = None,
+    limits: ExactLimits | None = None,
     progress: Step = silent,
 ) -> Certificate:
     """Return the certificate of a comparison; `S` are the layer bounds of the network from an earlier proof."""
     network, surrogate, inputs = comparison.network, comparison.surrogate, comparison.inputs
+    method: Method
     with threads_for(network.dim):
         progress(0, 2, "proving")
         begun = time.perf_counter()
-        method = method_of(comparison, effort, S, progress)
+        if effort == "exact":
+            method = exact_method(comparison, limits or ExactLimits(), progress)
+        else:
+            method = method_of(comparison, effort, S, progress)
         proved = time.perf_counter()
         progress(1, 2, "attacking")
-        is_complete = False
-        if isinstance(inputs, Tokens):
+        is_complete = isinstance(method, Enumeration)
+        if isinstance(method, Enumeration | Shares):
+            witness = method.witness(comparison)
+        elif isinstance(inputs, Tokens):
             found = attack_tokens(comparison, options)
             witness, is_complete = found.x, found.exhaustive
         else:
@@ -265,15 +289,19 @@ def check_request(
         chosen = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
     if tokens is not None:
         require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
-    if effort not in EFFORTS:
-        raise unknown_name("effort", effort, EFFORTS)
+    if effort not in (*EFFORTS, "exact"):
+        raise unknown_name("effort", effort, (*EFFORTS, "exact"))
     if network.dim != surrogate.dim:
         raise InputError(f"the network has width {network.dim}, the surrogate {surrogate.dim}; they must be equal")
+    if effort == "exact":
+        obstacle = exact_obstacle(Comparison(network, surrogate, chosen))
+        if obstacle is not None:
+            raise InputError(f"effort exact does not apply: {obstacle}")
     for name in ("skip", "causal"):
         mine, theirs = getattr(network, name), getattr(surrogate, name)
         if mine != theirs:
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
-    if chosen.kind != "box" and not network.skip:
+    if chosen.kind != "box" and not network.skip and effort != "exact":
         raise InputError(f"{given[0]} applies to networks with skip connections, and this one has none; use radius")
     for name in ("norm", "activation", "mlp_skip"):
         mine, theirs = getattr(network, name), getattr(surrogate, name)
@@ -284,7 +312,7 @@ def check_request(
             f"the network has norms ({network.norm}), and a {chosen.kind} contains the token 0, where the slope of a "
             "norm is 1/√ε = 316; give the tokens: inputs=Tokens(…), --tokens FILE"
         )
-    if Comparison(network, surrogate, chosen).is_wide_block:
+    if Comparison(network, surrogate, chosen).is_wide_block and effort != "exact":
         obstacle = block_obstacle(network)
         if obstacle is not None:
             raise InputError(f"this network has no certificate over tokens: {obstacle}")

@@ -49,11 +49,12 @@ def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequen
     require_count("starts", starts, "the number of starting points")
     device = torch.device(options.device) if options.device is not None else network.device
     pair = prepare(network, device), prepare(comparison.surrogate, device)
-    measure = partial(_values, pair, device)
+    measure = partial(values_of, pair, device)
     is_complete = count_sequences(tokens, is_ordered) <= FEW
     best, best_value = tokens.at_positions()[:1, 0], -1.0
     if is_complete:
-        searched = every_sequence(tokens, is_ordered)
+        each = every_sequence(tokens, is_ordered)
+        searched = ((x, torch.ones_like(chosen[0])) for x, chosen in each)
     else:
         slots = _slots(tokens, is_ordered)
         searched = (_substituted(tokens, counts, measure, starts, options.seed) for counts in slots)
@@ -75,8 +76,10 @@ def count_sequences(tokens: Tokens, is_ordered: bool) -> float:
     return sum(v**n if n * math.log(v) < 50 else math.inf for n in range(1, tokens.length + 1))
 
 
-def every_sequence(tokens: Tokens, is_ordered: bool) -> Iterator[tuple[Float[Tensor, "some n d"], Int64[Tensor, " n"]]]:
-    """Yield all sequences in batches of equal length, with multiplicities 1."""
+def every_sequence(
+    tokens: Tokens, is_ordered: bool
+) -> Iterator[tuple[Float[Tensor, "some n d"], Int64[Tensor, "some n"]]]:
+    """Yield all sequences in batches of equal length, and the numbers of their tokens in the vocabulary."""
     assert tokens.length is not None
     places, v = tokens.at_positions(), len(tokens.embeddings)
     for n in range(1, tokens.length + 1):
@@ -86,10 +89,10 @@ def every_sequence(tokens: Tokens, is_ordered: bool) -> Iterator[tuple[Float[Ten
         for chosen in all_of_length:
             batch.append(chosen)
             if len(batch) == together:
-                yield _rows(places, torch.tensor(batch)), torch.ones(n, dtype=torch.int64)
+                yield _rows(places, torch.tensor(batch)), torch.tensor(batch)
                 batch = []
         if batch:
-            yield _rows(places, torch.tensor(batch)), torch.ones(n, dtype=torch.int64)
+            yield _rows(places, torch.tensor(batch)), torch.tensor(batch)
 
 
 def _rows(places: Float[Tensor, "n v d"], chosen: Int64[Tensor, "some r"]) -> Float[Tensor, "some r d"]:
@@ -131,7 +134,7 @@ def _slots(tokens: Tokens, is_ordered: bool) -> list[Int64[Tensor, " r"]]:
 
 
 @torch.no_grad()
-def _values(
+def values_of(
     pair: tuple[Evaluate, Evaluate],
     device: torch.device,
     x: Float[Tensor, "many r d"],

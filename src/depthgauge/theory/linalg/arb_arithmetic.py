@@ -36,6 +36,7 @@ def _chord(s: arb) -> arb:
     return (s * (2 / (1 + (1 - s * s).sqrt())).sqrt()).min(arb(2)) if s < 1 else arb(2)
 
 
+_BETWEEN = np.frompyfunc(lambda top, below: (-below).lower().union(top.upper()), 2, 1)
 _CHORD = np.frompyfunc(lambda s: _chord(s.upper()), 1, 1)
 _REST = np.frompyfunc(lambda x, s: (x / (1 - s)).upper() if s < 1 else arb("inf"), 2, 1)
 
@@ -231,6 +232,10 @@ class ArbArithmetic(BoundArithmetic):
         found: ArbArray = bounds
         return found
 
+    def between(self, top: Any, below: Any) -> ArbArray:
+        """As in the base class."""
+        return ArbArray(_BETWEEN(top.x, below.x))
+
     def root(self, x: float) -> ArbArray:
         """As in the base class."""
         return ArbArray(arb(x).sqrt())
@@ -271,7 +276,19 @@ class ArbArithmetic(BoundArithmetic):
 
     def inverse_root(self, x: Any) -> ArbArray:
         """As in the base class."""
-        return ArbArray(np.frompyfunc(lambda s: 1 / s.sqrt(), 1, 1)(x.x))
+        return self._by_ends(x, lambda s: 1 / s.sqrt())
+
+    def inverse(self, x: Any) -> ArbArray:
+        """As in the base class."""
+        return self._by_ends(x, lambda s: 1 / s)
+
+    def exp(self, x: Any) -> ArbArray:
+        """As in the base class."""
+        return self._by_ends(x, lambda s: s.exp())
+
+    def _by_ends(self, x: ArbArray, function: Callable[[arb], arb]) -> ArbArray:
+        """Apply a monotone function of numbers, which the function in balls would enclose less tightly."""
+        return ArbArray(np.frompyfunc(lambda s: function(s.lower()).union(function(s.upper())), 1, 1)(x.x))
 
     def activation(self, z: Any, name: str) -> tuple[ArbArray, ArbArray]:
         """As in the base class."""

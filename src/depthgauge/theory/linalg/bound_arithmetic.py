@@ -155,6 +155,10 @@ class BoundArithmetic(ABC):
         """Return upper bounds as numbers without an error."""
 
     @abstractmethod
+    def between(self, top: Any, below: Any) -> Enclosed:
+        """Return the numbers x with −below ≤ x ≤ top."""
+
+    @abstractmethod
     def root(self, x: float) -> Enclosed:
         """Return √x."""
 
@@ -181,6 +185,14 @@ class BoundArithmetic(ABC):
     @abstractmethod
     def inverse_root(self, x: Enclosed) -> Enclosed:
         """Return 1/√x for positive x."""
+
+    @abstractmethod
+    def inverse(self, x: Enclosed) -> Enclosed:
+        """Return 1/x for positive x."""
+
+    @abstractmethod
+    def exp(self, x: Enclosed) -> Enclosed:
+        """Return e^x."""
 
     @abstractmethod
     def activation(self, z: Enclosed, name: str) -> tuple[Enclosed, Enclosed]:
@@ -241,6 +253,10 @@ class Outward(BoundArithmetic):
         """As in the base class."""
         return Enclosure.exact(bounds.value)
 
+    def between(self, top: Any, below: Any) -> Enclosure:
+        """As in the base class."""
+        return _between(-below.value, top.value)
+
     def root(self, x: float) -> Enclosure:
         """As in the base class."""
         mid = torch.tensor(x, dtype=torch.float64).sqrt()
@@ -282,6 +298,15 @@ class Outward(BoundArithmetic):
         """As in the base class."""
         low, high = down(x.lower().clamp(min=0.0).sqrt()), sqrt_up(x.upper())
         return _between(down(1.0 / high), div_up(1.0, low))
+
+    def inverse(self, x: Any) -> Enclosure:
+        """As in the base class."""
+        return _between(down(1.0 / x.upper()), div_up(1.0, x.lower().clamp(min=0.0)))
+
+    def exp(self, x: Any) -> Enclosure:
+        """As in the base class."""
+        under, high = exp_up(torch.stack([-x.lower(), x.upper()]))
+        return _between(down(1.0 / under), high)
 
     def activation(self, z: Any, name: str) -> tuple[Enclosure, Enclosure]:
         """As in the base class."""

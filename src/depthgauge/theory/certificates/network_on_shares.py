@@ -1,0 +1,113 @@
+"""A network as a function of the shares of its tokens, enclosed on simplices of shares (docs/math.md §3.15).
+
+Without mask and positions row i of S(X) depends on its own token and on the shares p of the tokens alone:
+
+    attention_h(x_t) = Σ_u p_u e^{s_tu} x_u V_h / Σ_u p_u e^{s_tu},   s_tu = (β x_t W_h + q_h)·(x_u − m),
+
+for any vector m, because a constant for all u changes no weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgauge.theory.certificates.interpolation import Interpolated, middle
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic
+from depthgauge.theory.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
+
+
+class NetworkOnShares:
+    """A network in an arithmetic. Its weights are converted once."""
+
+    def __init__(self, network: SelfAttentionNetwork, A: BoundArithmetic) -> None:
+        self.network, self.A = network, A
+        self.layers = [_Weights(layer, network, A) for layer in network]
+
+    def __call__(self, x: Interpolated, p: Interpolated) -> Interpolated:
+        """Return S.
+
+        Args:
+            x: the tokens, [B, K, R, d], or one vector per position.
+            p: the weights of the tokens as keys, [B, K, 1 or R, R], not negative and not all zero; shares, or counts,
+                or a mask.
+        """
+        before, after = self.network.norm_place == "before", self.network.norm_place == "after"
+        for layer in self.layers:
+            y = layer.attention(layer.normalized(x, 0) if before else x, p)
+            y = x + y if self.network.skip else y
+            y = layer.normalized(y, 0) if after else y
+            if layer.mlp is not None:
+                z = layer.act(layer.normalized(y, 1) if before else y)
+                y = y + z if self.network.mlp_skip else z
+                y = layer.normalized(y, 1) if after else y
+            x = y
+        return x
+
+
+class _Weights:
+    """The weights of a layer, and its parts."""
+
+    def __init__(self, layer: Layer, network: SelfAttentionNetwork, A: BoundArithmetic) -> None:
+        self.A, self.network, self.mlp, self.layer = A, network, layer.mlp, layer
+
+        def exact(weight: Tensor) -> Any:
+            return A.exact(weight.detach())
+
+        keys = exact(layer.key).mT
+        self.W = (exact(layer.query) @ keys) * network.scale
+        self.q = None if layer.query_bias is None else (exact(layer.query_bias[:, None]) @ keys) * network.scale
+        self.V, self.whole_V = exact(layer.value), exact(layer.value).sum(0)
+        self.mlp_weights = None if layer.mlp is None else tuple(exact(w) for w in layer.mlp.parameters())
+
+    def attention(self, x: Interpolated, p: Interpolated) -> Interpolated:
+        """Return Σ_h P_h X V_h plus the bias."""
+        A, layer = self.A, self.layer
+        shares = middle(p).mean(-2, keepdim=True)
+        m = shares @ middle(x) / shares.sum(-1, keepdim=True)
+        apart = x.plus(A.exact(-m)).each(lambda e: e[:, :, None])  # [B, K, 1, R, d]
+        queries = x.each(lambda e: e[:, :, None] @ self.W)
+        queries = queries if self.q is None else queries.plus(self.q)
+        scores = queries.times(apart, lambda s, k: s @ k.mT)  # [B, K, H, R, R]
+        if layer.position_bias is not None:
+            rows = scores.at.shape[-1]
+            scores = scores.plus(A.exact(layer.position_bias.detach()[:, :rows, :rows]))
+        counted = middle(p)[:, :, None] > 0
+        shift = torch.where(counted, middle(scores), -torch.inf).amax(-1, keepdim=True)
+        sizes = scores.plus(A.exact(-shift)).each(lambda e: e * counted.to(torch.float64)).exp()
+        weights = sizes.times(p.each(lambda e: e[:, :, None]))
+        sums = weights.each(lambda e: e.sum(-1)[..., None])
+        values = apart.each(lambda e: e @ self.V)
+        # Σ_u p_u e^{s_u} lies between the extreme e^{s_u} times Σ_u p_u, and an average between the extreme values.
+        mass = A.exact(p.at.floats()[:, :1, None].sum(-1, keepdim=True))
+        most, least = (e[..., None] for e in A.between(*sizes.whole()).mT.ends())
+        known = (A.interval(most) * mass).top(), (A.interval(least) * mass).top()
+        top, below = (e.reshape(*e.shape[:-1], 1, e.shape[-1]) for e in A.between(*values.whole()).ends())
+        found = weights.times(values, lambda a, y: a @ y).times(sums.inverse(*known)).within(top, below)
+        found = found.each(lambda e: e.sum(2)).plus(A.exact(m) @ self.whole_V)
+        return found if layer.output_bias is None else found.plus(A.exact(layer.output_bias.detach()))
+
+    def act(self, x: Interpolated) -> Interpolated:
+        """Return the MLP of every token."""
+        assert self.mlp_weights is not None
+        w_in, b_in, w_out, b_out = self.mlp_weights
+        hidden = x.each(lambda e: e @ w_in).plus(b_in).activation(self.network.activation)
+        return hidden.each(lambda e: e @ w_out).plus(b_out)
+
+    def normalized(self, x: Interpolated, sublayer: int) -> Interpolated:
+        """Return LayerNorm or RMSNorm of every token.
+
+        With c = d(x − mean) the norm is √d c/√(|c|² + d³ε); RMSNorm has c = x, and d for d³.
+        """
+        A, layer, d = self.A, self.layer, self.network.dim
+        assert layer.norm_weight is not None
+        assert layer.norm_bias is not None
+        epsilon = A.exact(NORM_EPSILON) * float(d)
+        if self.network.norm_centers:
+            x = x.each(lambda e: e @ (d * torch.eye(d, dtype=torch.float64) - 1.0))
+            epsilon = epsilon * float(d**2)
+        square = x.times(x, lambda y, z: (y * z).sum(-1)[..., None]).plus(epsilon)
+        found = x.times(square.inverse_root(epsilon)).each(lambda e: e * A.root(float(d)))
+        limit = A.root(float(d)).top()
+        gain, bias = (w.detach()[sublayer] for w in (layer.norm_weight, layer.norm_bias))
+        return found.within(limit, limit).each(lambda e: e * gain).plus(bias)
