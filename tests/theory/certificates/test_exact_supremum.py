@@ -117,6 +117,46 @@ def test_every_rule_encloses_the_function_on_the_whole_simplex(name: str, v: int
         assert is_linear == (K == 1)  # the rest is needed wherever there is more than a point
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_rule_carries_the_noise(name: str) -> None:
+    enclosed, exact = FUNCTIONS[name]
+    V, weights = simplices(3, 3, 20, 0, 0.3)
+    M, noise = drawn(3, 6, seed=1).clamp(-1.5, 1.5), drawn(20, 5, 2, 3, seed=2, size=0.05).clamp(-0.1, 0.1)
+    at = (V @ M).reshape(20, 3, 2, 3)
+    found = enclosed(Interpolated(A, A.exact(at), A.exact(torch.zeros(20, 1, 2, 3).to(at)), A.exact(noise)))
+    for seed in range(20):
+        signs = drawn(20, 30, 5, seed=seed).tanh() if seed else torch.ones(20, 30, 5, dtype=torch.float64)
+        x = (weights @ at.flatten(2) + signs @ noise.flatten(2)).reshape(20, 30, 2, 3)
+        assert found.noise is not None
+        moved = signs @ found.noise.mid.flatten(2)
+        linear = weights @ found.at.mid.flatten(2) + moved
+        low, high = (linear + e.flatten(2) for e in (found.rest.lower(), found.rest.upper()))
+        truth = exact(x).flatten(2)
+        assert bool(((low - 1e-10 <= truth) & (truth <= high + 1e-10)).all())
+        assert name == "known" or float(found.noise.mid.abs().max()) > 0
+
+
+def test_errors_of_one_cause_cancel() -> None:
+    at, size = drawn(1, 2, 3), torch.full((1, 1, 3), 1e-3, dtype=torch.float64)
+    x = Interpolated(A, A.exact(at * 1e-3), A.between(A.upper(size), A.upper(size)))
+    widths = []
+    for y in (x, x.renewed()):
+        nothing = (y.exp() - y.exp()).settled() + (y.times(y.exp()) - y.times(y.exp())).settled()
+        widths.append(float(nothing.rest.rad.max()))
+    assert widths[1] < 0.01 * widths[0]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_slopes_are_those_between_the_function_and_its_interpolation(name: str) -> None:
+    enclosed, exact = FUNCTIONS[name]
+    a = drawn(4, 1, 2, 3, seed=4).clamp(-1, 1)
+    for shift in (-0.9, 0.9):  # the rest is one number, far from the interpolation
+        found = enclosed(Interpolated(A, A.exact(a), A.exact(torch.full_like(a, shift))))
+        low, high = (found.at.mid + end for end in (found.rest.lower(), found.rest.upper()))
+        truth = exact(a + shift)
+        assert bool(((low - 1e-10 <= truth) & (truth <= high + 1e-10)).all())
+
+
 def test_the_rest_is_of_second_order() -> None:
     network, _ = pair("pre gelu", 0.5)
     rests = []

@@ -98,12 +98,13 @@ def exact_obstacle(comparison: Comparison) -> str | None:
 
 
 def _entries(comparison: Comparison) -> int:
-    """Return the numbers in the largest array of one simplex: pairs of vertices × heads × pairs of tokens."""
+    """Return the numbers in the largest array of one simplex: edges or symbols × heads × pairs of tokens."""
     assert isinstance(comparison.inputs, Tokens)
     v = len(comparison.inputs.embeddings)
     networks = comparison.network, comparison.surrogate
     heads, width = max(layer.heads for net in networks for layer in net), comparison.network.dim
-    return max(1, v * (v - 1) // 2) * heads * v * max(v, width)
+    symbols = max(len(net) - 1 for net in networks) * v * width
+    return max(v * (v - 1) // 2, symbols, 1) * heads * v * max(v, width)
 
 
 def _no_parts(comparison: Comparison, A: BoundArithmetic) -> list[Any]:

@@ -33,7 +33,8 @@ class NetworkOnShares:
                 or a mask.
         """
         before, after = self.network.norm_place == "before", self.network.norm_place == "after"
-        for layer in self.layers:
+        for k, layer in enumerate(self.layers):
+            x = x.renewed() if k and x.at.shape[1] > 1 else x
             y = layer.attention(layer.normalized(x, 0) if before else x, p)
             y = x + y if self.network.skip else y
             y = layer.normalized(y, 0) if after else y
@@ -42,7 +43,7 @@ class NetworkOnShares:
                 y = y + z if self.network.mlp_skip else z
                 y = layer.normalized(y, 1) if after else y
             x = y
-        return x
+        return x.settled()
 
 
 class _Weights:

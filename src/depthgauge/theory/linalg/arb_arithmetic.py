@@ -236,6 +236,10 @@ class ArbArithmetic(BoundArithmetic):
         """As in the base class."""
         return ArbArray(_BETWEEN(top.x, below.x))
 
+    def where(self, mask: Tensor, x: Any, y: Any) -> ArbArray:
+        """As in the base class."""
+        return ArbArray(np.where(mask.numpy(), x.x, y.x))
+
     def root(self, x: float) -> ArbArray:
         """As in the base class."""
         return ArbArray(arb(x).sqrt())

@@ -159,6 +159,10 @@ class BoundArithmetic(ABC):
         """Return the numbers x with −below ≤ x ≤ top."""
 
     @abstractmethod
+    def where(self, mask: Tensor, x: Enclosed, y: Enclosed) -> Enclosed:
+        """Return x where the mask is true, y elsewhere."""
+
+    @abstractmethod
     def root(self, x: float) -> Enclosed:
         """Return √x."""
 
@@ -256,6 +260,10 @@ class Outward(BoundArithmetic):
     def between(self, top: Any, below: Any) -> Enclosure:
         """As in the base class."""
         return _between(-below.value, top.value)
+
+    def where(self, mask: Tensor, x: Any, y: Any) -> Enclosure:
+        """As in the base class."""
+        return Enclosure(torch.where(mask, x.mid, y.mid), torch.where(mask, x.rad, y.rad))
 
     def root(self, x: float) -> Enclosure:
         """As in the base class."""
