@@ -158,6 +158,9 @@ def test_models_with_layernorm_are_bounded_over_sequences(variant: dict[str, Any
     every = torch.cartesian_prod(*(torch.arange(6) for _ in range(5)))
     change = model.logits(every) - model.logits(every, closed_form(model.network, "parallel"))
     assert 0 < float((change.amax(1) - change.amin(1)).max()) <= bound.margin
+    assert bound.verify()
+    with pytest.raises(VerificationError):
+        replace(bound, margin=bound.margin * (1 - 1e-5)).verify()
     record = examine(normed, 20)
     assert record.box is None
     assert record.attacked is not None

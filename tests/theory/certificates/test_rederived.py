@@ -362,15 +362,22 @@ def wide_block(network: SelfAttentionNetwork, points: Array, *, jacobians: bool 
     def relative(rho: Array) -> Array:
         return rho / (math.sqrt(d) * sigma)
 
-    def shift(rho: Array) -> Array:
-        s = relative(rho)
-        moved = np.sqrt(2 - 2 * np.sqrt(1 - np.minimum(s, 1.0) ** 2))
-        return np.asarray(math.sqrt(d) * np.where(s < 1, moved, 2.0))
+    def tangent(state: Moves) -> Array:
+        s, a = relative(state[0]), relative(state[1])
+        q = s / np.where(a < 1, 1 - a, 1.0)
+        return np.asarray(np.where(a < 1, 1 - 1 / np.sqrt(1 + q * q), 2.0))
+
+    def lowered(state: Moves) -> Array:
+        s = relative(state[0])
+        return np.minimum(np.where(s < 1, 1 - np.sqrt(1 - np.minimum(s, 1) ** 2), 2.0), tangent(state))
+
+    def shift(state: Moves) -> Array:
+        return np.asarray(math.sqrt(d) * np.sqrt(2 * lowered(state)))
 
     def between(apart: Array, one: Moves, two: Moves) -> Array:
         a = relative(np.maximum(one[1], two[1]))
         near = apart / sigma / np.where(a < 1, 1 - a, np.nan)
-        return np.fmin(near, shift(one[0]) + shift(two[0]))
+        return np.fmin(near, shift(one) + shift(two))
 
     def bend(apart: Array, one: Moves, two: Moves) -> Array:
         a = relative(np.maximum(one[1], two[1]))
@@ -390,10 +397,6 @@ def wide_block(network: SelfAttentionNetwork, points: Array, *, jacobians: bool 
     def led(leads: Array, matrices: list[Array]) -> Array:
         return np.stack([norm(leads[t] @ D[t] @ matrices[t]).max() for t in range(v)])
 
-    def lowered(state: Moves) -> Array:
-        s = relative(state[0])
-        return np.asarray(np.where(s < 1, 1 - np.sqrt(1 - np.minimum(s, 1) ** 2), 2.0))
-
     def stretched(state: Moves) -> Array:
         a, b, s = relative(state[1]), relative(state[2]), relative(state[0])
         return np.maximum(np.where(a < 1, a / np.where(a < 1, 1 - a, 1.0), np.inf), b + s * s / 2)
@@ -404,7 +407,7 @@ def wide_block(network: SelfAttentionNetwork, points: Array, *, jacobians: bool 
         return lowered(state) * along + (1 + stretched(state)) * own
 
     def changes(state: Moves, late: Array, leads: Array, Y: Array) -> Array:
-        whole = shift(state[0])[:, None] * lengths(Y)
+        whole = shift(state)[:, None] * lengths(Y)
         products = np.stack([np.abs(leads[t] @ D[t] @ Y).max(0) for t in range(v)])
         own = (1 + stretched(state))[:, None] * (products + (late / sigma)[:, None] * lengths(Y))
         return np.minimum(whole, lowered(state)[:, None] * np.abs(u @ Y) + own) if jacobians else whole
@@ -422,12 +425,12 @@ def wide_block(network: SelfAttentionNetwork, points: Array, *, jacobians: bool 
         late = sum(E[:k], none) + sum(G, none) + sum(F, none)
         leads = lead(before(sums, k, J), own)
         state = moved(leads, late)
-        kappa = shift(state[0]).max()
-        by_norm = shift(state[0]) * spectral(sums[k])
+        kappa = shift(state).max()
+        by_norm = shift(state) * spectral(sums[k])
         each = np.minimum(by_norm, apart_from(state, late, leads, [sums[k]] * v)) if jacobians else by_norm
         total = np.full(v, each.max())
         for h, (w, one) in enumerate(zip(W[k], V[k], strict=True)):
-            turns = shift(state[0]) * (diameter(u @ w.T) + 2 * kappa * spectral(w)) + 2 * kappa * norm(u @ w)
+            turns = shift(state) * (diameter(u @ w.T) + 2 * kappa * spectral(w)) + 2 * kappa * norm(u @ w)
             turned = np.tanh(turns / 4)
             both = 2 * np.minimum(1.0, tau[k][h] + turned)
             R_M += turned[:, None] * np.ptp(u @ one, axis=0) + both[:, None] * changes(state, late, leads, one).max(0)
@@ -447,7 +450,7 @@ def wide_block(network: SelfAttentionNetwork, points: Array, *, jacobians: bool 
         w_in, _, w_out, _ = mlps[k]
         slopes = [w_in * slope[k][t] @ w_out for t in range(v)]
         loose = bend(apart, state, other) + lag / sigma
-        far = shift(state[0])
+        far = shift(state)
         moves = changes(state, late_y, leads, w_in)
         others = changes(other, sum(E, none), lead(before(sums, L, J), 0 * m[0]), w_in)
         pair = (moves + others) * between(apart, state, other)[:, None]

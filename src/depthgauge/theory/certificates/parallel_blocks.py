@@ -186,7 +186,7 @@ class Movements:
     def _changes(self, state: Moved, late: Upper, V: Enclosed, fixed: Enclosed, Y: Enclosed) -> Upper:
         """Bound |(n(x) − n(t)) y| for the columns y of Y, [v, m], for a state with the lead u V + fixed."""
         read, columns = self.read, column_lengths(Y)
-        whole = read.shift(state.far)[:, None] * columns
+        whole = read.shift(state)[:, None] * columns
         if not self.has_jacobians:
             return whole
         led = self._product(V, fixed, lambda rows: Y, lambda values: values.size())
@@ -205,7 +205,7 @@ class Movements:
         late, fixed = total(self.start, *self.E[:k], *self.G, *self.F), self.o_before[k] + self.m_before[k]
         state = self._moved(self.V_before[k], fixed, late)
         self.states.append(state)
-        shift = read.shift(state.far)
+        shift = read.shift(state)
         widest = shift.amax(0)
         turns = (diameter(read.u @ layer.W.mT) + W_norm * widest * 2.0)[:, None] * shift
         turned = ((turns + self.queries[k] * (widest * 2.0)) / 4.0).tanh()
@@ -250,7 +250,7 @@ class Movements:
         state = self._moved(self.V_before[k + 1], fixed, moved)
         self.states.append(state)
         apart = self._length(-self.V_from[k + 1], self.m_before[k] - self.o_from[k + 1]) + late
-        shift, widths = read.shift(state.far), column_lengths(layer.w_in)
+        shift, widths = read.shift(state), column_lengths(layer.w_in)
         between = read.shift_between(apart, state, self.other)
         moves = self._changes(state, moved, self.V_before[k + 1], fixed, layer.w_in)
         others = self._changes(self.other, self.other_late, self.V_before[-1], self.other_fixed, layer.w_in)
@@ -296,7 +296,7 @@ class Movements:
 
     def _mlp_mismatch(self, mine: FoldedLayer, given: FoldedLayer) -> Upper:
         """Bound |Σ_ℓ m_ℓ(y') − m'(y')|: act(h)(W_out − W_out') + (act(h) − act(h'))W_out'."""
-        size = (lengths(self.read.u) + self.read.shift(self.other.far)).amax(0)
+        size = (lengths(self.read.u) + self.read.shift(self.other)).amax(0)
 
         def hidden(w_in: Enclosed, b_in: Enclosed) -> Upper:
             return size * column_lengths(w_in) + b_in.size()

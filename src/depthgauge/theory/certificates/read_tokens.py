@@ -8,7 +8,7 @@ RMSNorm is the same with c = x and J = 0. Let x move from t by at most ρ, and s
 √d·2 sin(arcsin(s)/2), and never by more than 2√d.
 
 The lifted vector gets shorter only by the part of x − t along −c. If that is at most `inward`, then ‖z‖ ≥ w − inward
-on the whole segment from t to x. With the angle α between both lifted vectors,
+on the whole segment from t to x. With the angle α between both lifted vectors, sin α ≤ s, tan α ≤ s/(1 − a) and
 
     n(x) − n(t) = −(1 − cos α) n(t) + (w/‖z(x)‖)(x − t)Dn(t).
 """
@@ -59,16 +59,24 @@ class ReadTokens:
         """Bound s = ρ/w."""
         return rho * self.steep * self.shorter.top()
 
-    def shift(self, rho: Upper) -> Upper:
-        """Bound ‖n(x) − n(t)‖ for ‖x − t‖ ≤ ρ: √d·s·√(2/(1 + √(1 − s²))), which is √d·2 sin(arcsin(s)/2)."""
-        return self.relative(rho).chord() * self.root.top() if self.is_normed else rho
+    def shift(self, state: Moved) -> Upper:
+        """Bound ‖n(x) − n(t)‖: √d·2 sin(α/2) with α ≤ arcsin s, and α ≤ arctan(s/(1 − a))."""
+        if not self.is_normed:
+            return state.far
+        return self.relative(state.far).chord().least((self._by_tangent(state) * 2.0).sqrt()) * self.root.top()
+
+    def _by_tangent(self, state: Moved) -> Upper:
+        """Bound 1 − cos α by 1 − 1/√(1 + q²) with q = s/(1 − a), and by +∞ where a ≥ 1."""
+        a = self.relative(state.inward)
+        q = self.A.interval(self.relative(state.far).over_rest(a))
+        return (-self.A.inverse_root(q * q + 1.0) + 1.0).top() + (a * 0.0).over_rest(a)
 
     def shift_between(self, apart: Upper, one: Moved, two: Moved) -> Upper:
         """Bound ‖n(x) − n(x')‖ for ‖x − x'‖ ≤ `apart`: √d·s''/(1 − max(a, a')), a the inward part over w."""
         if not self.is_normed:
             return apart
         through = (apart * self.steep).over_rest(self.relative(one.inward.most(two.inward)))
-        return through.least(self.shift(one.far) + self.shift(two.far))
+        return through.least(self.shift(one) + self.shift(two))
 
     def bend(self, apart: Upper, one: Moved, two: Moved) -> Upper:
         """Bound ‖n(x) − n(x') − (x − x')Dn(t)‖: √d·s''(s + s')/(1 − max(a, a'))/√3."""
@@ -80,8 +88,10 @@ class ReadTokens:
 
     def lowered(self, state: Moved) -> Upper:
         """Bound 1 − cos α."""
+        if not self.is_normed:
+            return state.far * 0.0
         chord = self.relative(state.far).chord()
-        return chord * chord * (0.5 if self.is_normed else 0.0)
+        return (chord * chord * 0.5).least(self._by_tangent(state))
 
     def stretched(self, state: Moved) -> Upper:
         """Bound |w/‖z(x)‖ − 1|: a/(1 − a) for a shorter vector, (‖z(x)‖²/w² − 1)/2 for a longer one."""
