@@ -36,10 +36,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("DEPTHGAUGE_ANNOTATIONS"):
-    # These modules are imported before the hook is installed. Triton compiles the source of the kernels, and the
+    # This module is imported before the hook is installed. Triton compiles the source of the kernels, and the
     # wrappers that the hook adds would hide it.
-    import depthgauge.fast_attention.triton.gradient_kernels
-    import depthgauge.fast_attention.triton.kernels  # noqa: F401
+    import depthgauge.fast_attention.kernels  # noqa: F401
 
     # This must run before the rest of the package is imported. It enforces all annotations of the package, including
     # tensor shapes. As in mypy, an int is accepted where a float is expected; beartype rejects it by default.

@@ -51,11 +51,6 @@ HEAVY = {
     "datasets",
     "torchao",
 }
-# A file name occurs once, except in this pair of folders, where equal names are deliberate: both backends have the same
-# parts.
-DELIBERATE_PAIRS = [
-    {"fast_attention/torch", "fast_attention/triton"},
-]
 
 
 def module_name(path: Path, src: Path) -> str:
@@ -158,16 +153,12 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def repeated_names(src: Path) -> list[str]:
-    """List file names that occur more than once outside the deliberate pairs."""
+    """List file names that occur more than once."""
     folders = defaultdict(set)
     for path in src.rglob("*.py"):
         if path.name != "__init__.py":
             folders[path.name].add(path.parent.relative_to(src / "depthgauge").as_posix())
-    return [
-        f"{name}: {sorted(places)}"
-        for name, places in sorted(folders.items())
-        if len(places) > 1 and places not in DELIBERATE_PAIRS
-    ]
+    return [f"{name}: {sorted(places)}" for name, places in sorted(folders.items()) if len(places) > 1]
 
 
 def repeated_classes(src: Path) -> list[str]:

@@ -50,7 +50,7 @@ def first_found() -> dict[str, Any]:
     functions = {dotted: found(dotted) for dotted in FUNCTIONS}
     for module in pkgutil.walk_packages(depthgauge.__path__, "depthgauge."):
         # Importing a module sets an attribute on its package; it must not replace a public function.
-        if not module.name.startswith("depthgauge.fast_attention.triton") and not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     return functions
 

@@ -4,9 +4,9 @@ from depthgauge._version import __version__ as __version__
 from depthgauge.base.errors import DepthgaugeError as DepthgaugeError
 from depthgauge.base.errors import InputError as InputError
 from depthgauge.checkpoints.blocks.attention_calls import register_attention as register_attention
+from depthgauge.fast_attention.attention import Attention as Attention
 from depthgauge.fast_attention.attention import attention as attention
 from depthgauge.fast_attention.attention import attention_plan as attention_plan
-from depthgauge.fast_attention.remembered import Attention as Attention
 from depthgauge.monitor.monitor import Monitor as Monitor
 from depthgauge.monitor.monitor import MonitorCallback as MonitorCallback
 from depthgauge.results.gauge_record import GaugeOptions as GaugeOptions

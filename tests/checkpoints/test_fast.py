@@ -20,7 +20,7 @@ from depthgauge.checkpoints.blocks.attention_calls import (
 )
 from depthgauge.checkpoints.blocks.block_runner import Stack
 from depthgauge.checkpoints.weights.load import Checkpoint, wrap
-from depthgauge.fast_attention.remembered import Attention
+from depthgauge.fast_attention.attention import Attention
 from depthgauge.results.gauge_record import FastPlan
 
 

@@ -4,45 +4,38 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from kernel_settings import DEVICE, on_device
+from kernel_settings import DEVICE, checked, on_device
 from naive_attention import polynomial_attention, softmax_attention
 from torch import Tensor
 
-from depthgauge.fast_attention.arguments import checked
-from depthgauge.fast_attention.backends import TORCH_CPU, TORCH_GPU, TRITON, Backend
-from depthgauge.fast_attention.decide.decision import Decision, decide
-from depthgauge.fast_attention.decide.row_bounds import CAUSAL_STEP
-from depthgauge.fast_attention.polynomial_path import make_spec
-from depthgauge.fast_attention.problem import Options, Problem
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.theory.cost import CPU
-from depthgauge.fast_attention.torch.backend import TorchBackend
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.call import CPU, Tensors
+from depthgauge.fast_attention.plan import TORCH_CPU, TORCH_GPU, TRITON, Decision, decide
+from depthgauge.fast_attention.polynomial_path import CAUSAL_STEP, Backend, Batch, TorchBackend
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
-Run = Callable[[Spec, Problem], Tensor]
+Run = Callable[[Batch, Tensors], Tensor]
 BLOCK = 128
 TORCH = TorchBackend(CPU, causal_chunk=BLOCK)
 KERNELS = TritonBackend(causal_block=BLOCK)
 
 
-def naive(spec: Spec, problem: Problem) -> Tensor:
+def naive(spec: Batch, problem: Tensors) -> Tensor:
     q, k, v = (x.double() for x in (problem.q, problem.k[:, None], problem.v[:, None]))
-    keep = None if spec.keep is None else spec.keep[:, None]
+    keep = None if spec.padding is None else ~spec.padding[:, None]
     coefficients = torch.tensor(spec.coefficients, dtype=torch.float64, device=q.device)[:, None]
     centres = spec.query_centre.double()[:, None], spec.key_centre.double()[:, None]
-    causal_block = BLOCK if problem.causal else None
-    return polynomial_attention(q, k, v, coefficients, spec.scale, centres, keep, causal_block)
+    causal_block = BLOCK if spec.call.causal else None
+    return polynomial_attention(q, k, v, coefficients, spec.call.scale, centres, keep, causal_block)
 
 
-def in_torch(spec: Spec, problem: Problem) -> Tensor:
+def in_torch(spec: Batch, problem: Tensors) -> Tensor:
     return TORCH.forward(spec, problem.q, problem.k, problem.v)[0]
 
 
-def in_triton(spec: Spec, problem: Problem) -> Tensor:
+def in_triton(spec: Batch, problem: Tensors) -> Tensor:
     return KERNELS.forward(spec, problem.q, problem.k, problem.v)[0]
 
 
@@ -67,17 +60,18 @@ def draw(n: int = 150, m: int = 150, groups: int = 1, shift: float = 0.0, size: 
 
 def decided(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, padding: Tensor | None = None
-) -> tuple[Spec, Problem, Decision]:
+) -> tuple[Batch, Tensors, Decision]:
     """Return the description of the polynomial path at degree 2, decided on the CPU, on the device of the kernels."""
-    options = Options(
-        is_causal=causal, scale=1.0, key_padding=padding, enable_gqa=q.shape[1] != k.shape[1], force="polynomial"
+    is_grouped = q.shape[1] != k.shape[1]
+    call, flat = checked(
+        q, k, v, is_causal=causal, scale=1.0, key_padding=padding, enable_gqa=is_grouped, force="polynomial"
     )
-    request = checked(q, k, v, options)
-    problem = request.flat()
-    decision = decide(request, problem)
+    decision = decide(call, flat)
     degrees = {choice.polynomial.degree for choice in decision.choices if choice.polynomial is not None}
     assert degrees == {2}
-    return *on_device(make_spec(problem, decision, list(range(problem.heads)), 2), problem), decision
+    spec = on_device(decision.batch(flat, range(call.heads)))
+    assert spec.tensors is not None
+    return spec, spec.tensors, decision
 
 
 @pytest.mark.parametrize("run", FUNCTIONS)
@@ -94,7 +88,7 @@ def test_every_backend_computes_the_definition_within_the_guarantee(
         problem.q.double(), problem.k.double()[:, None], problem.v.double()[:, None], 1.0, causal
     )  # fmt: skip
     width = problem.v.amax(1) - problem.v.amin(1)
-    allowed = max(decision.rounding(head) for head in range(problem.heads)) + 1e-3
+    allowed = max(decision.rounding(head) for head in range(spec.call.heads)) + 1e-3
     assert bool(((out - exact).abs() <= allowed * width[:, None, None] + 1e-6 * exact.abs()).all())
 
 
@@ -103,7 +97,7 @@ def test_the_order_of_keys_does_not_matter(run: Run) -> None:
     q, k, v = draw()
     order = torch.randperm(150, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     spec, problem, _ = decided(q, k, v)
-    mixed = replace(problem, k=problem.k[:, order], v=problem.v[:, order])
+    mixed = problem._replace(k=problem.k[:, order], v=problem.v[:, order])
     torch.testing.assert_close(run(spec, mixed), run(spec, problem), **CLOSE)
 
 
@@ -144,7 +138,7 @@ def test_causal_rows_ignore_later_keys(run: Run) -> None:
     spec, problem, _ = decided(q, k, v, causal=True)
     out = run(spec, problem)
     torch.testing.assert_close(out[:, 0, 0].float(), problem.v[:, 0], **CLOSE)
-    later = replace(problem, v=problem.v.clone())
+    later = problem._replace(v=problem.v.clone())
     later.v[:, 140:] = 0.0
     torch.testing.assert_close(run(spec, later)[:, :, :140], out[:, :, :140], **CLOSE)
 
@@ -160,7 +154,7 @@ def test_every_backend_has_the_gradients_of_the_definition(
     out, _, saved = backend.forward(spec, *given, True)
     up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     leaves = [x.double().requires_grad_() for x in given]
-    exact = naive(spec, Problem(*leaves, problem.scale, causal, problem.keep))
+    exact = naive(spec, Tensors(*leaves, problem.padding))
     true = torch.autograd.grad(exact, leaves, up.double())
     for one, other in zip(backend.backward(spec, *given, saved, up), true, strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 2e-5
@@ -196,5 +190,5 @@ def test_the_memory_layout_does_not_matter(backend: Backend, causal: bool, padde
 def test_every_instance_has_the_interface(backend: Backend) -> None:
     assert isinstance(backend, Backend)
     assert backend.rates.block % CAUSAL_STEP == 0  # the row bounds rely on it
-    problem = checked(*draw(), Options()).flat()
-    assert not backend.is_capturable(problem)  # values of float32 are centred before the sums
+    call, _ = checked(*draw())
+    assert not backend.is_capturable(call)  # values of float32 are centred before the sums

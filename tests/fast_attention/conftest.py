@@ -2,11 +2,11 @@
 
 import pytest
 
-from depthgauge.fast_attention.arguments import kept_rules_of
-from depthgauge.fast_attention.decide.chooser import chooser_for
+from depthgauge.fast_attention.call import kept_validated
+from depthgauge.fast_attention.plan import prepared_for
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> None:
-    kept_rules_of.cache_clear()
-    chooser_for.cache_clear()
+    kept_validated.cache_clear()
+    prepared_for.cache_clear()

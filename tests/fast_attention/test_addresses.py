@@ -15,15 +15,11 @@ import torch
 from kernel_settings import DEVICE
 from torch import Tensor
 
-from depthgauge.fast_attention import backends
+from depthgauge.fast_attention import launches, plan, triton_backend
 from depthgauge.fast_attention.attention import attention
-from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.triton import backend as backend_module
-from depthgauge.fast_attention.triton import forward, gradient_launches, survey
-from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.forward import PassSizes
-from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels
-from depthgauge.fast_attention.triton.kernels import kernels
+from depthgauge.fast_attention.kernels import gradient_kernels, kernels
+from depthgauge.fast_attention.launches import KernelPass
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(DEVICE.type != "cpu", reason="imitates a GPU")]
 Launched = Counter[str]
@@ -59,7 +55,7 @@ class ByAddress:
         return by_triton
 
 
-PREPARED: list[Any] = [forward.forward_launches, gradient_launches.gradient_launches, survey.survey_launch]
+PREPARED: list[Any] = [launches.forward_launches, launches.gradient_launches, launches.survey_launch]
 
 
 @pytest.fixture
@@ -74,9 +70,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
     one, other = compiled(kernels()), compiled(gradient_kernels())
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda _: 0))
-    for module in (forward, survey):
-        monkeypatch.setattr(module, "kernels", lambda: one)
-    monkeypatch.setattr(gradient_launches, "gradient_kernels", lambda: other)
+    monkeypatch.setattr(launches, "kernels", lambda: one)
+    monkeypatch.setattr(launches, "gradient_kernels", lambda: other)
     for prepared in PREPARED:
         prepared.cache_clear()
     yield found
@@ -85,20 +80,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[PassSizes]:
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[KernelPass]:
     """The sizes of all backward passes."""
-    found: list[PassSizes] = []
-    backward = backend_module.backward
-    monkeypatch.setattr(backend_module, "backward", lambda s, *given: found.append(s) or backward(s, *given))
+    found: list[KernelPass] = []
+    backward = triton_backend.backward
+    monkeypatch.setattr(triton_backend, "backward", lambda s, *given: found.append(s) or backward(s, *given))
     return found
 
 
 def use(monkeypatch: pytest.MonkeyPatch, highest: int = 2, **settings: Any) -> None:
     """Use a new Triton backend for every problem, with degrees up to `highest`."""
     triton = TritonBackend(causal_block=128, **settings)
-    for module in (backends, chooser):
-        monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
-    monkeypatch.setattr(chooser, "HIGHEST_DEGREE", highest)
+    monkeypatch.setattr(plan, "backend_for", lambda call, degree: triton)
+    monkeypatch.setattr(plan, "HIGHEST_DEGREE", highest)
 
 
 def draw(n: int, m: int, groups: int, sizes: tuple[float, float], shift: float = 0.0) -> list[Tensor]:
@@ -130,7 +124,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_later_calls_use_addresses_and_agree(
-    case: str, launched: Launched, passes: list[PassSizes], monkeypatch: pytest.MonkeyPatch
+    case: str, launched: Launched, passes: list[KernelPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, settings, expected = CASES[case]
     use(monkeypatch, **settings)

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_settings import checked
 from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention.arguments import checked, kept_rules_of, rules_for
-from depthgauge.fast_attention.decide import decision as decision_module
-from depthgauge.fast_attention.decide.chooser import chooser_for
-from depthgauge.fast_attention.problem import Options
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.call import Call, Tensors, kept_validated
+from depthgauge.fast_attention.plan import PreparedCall
+from depthgauge.fast_attention.polynomial_path import Backend
 
 
 def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int = 16, seed: int = 0) -> list[Tensor]:
@@ -29,13 +30,13 @@ def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of rows of all problems whose numbers were examined."""
     found: list[int] = []
-    original = decision_module.survey_of
+    original = Backend.survey
 
-    def watched(problem: Any, *others: Any) -> Any:
-        found.append(problem.q.shape[2])
-        return original(problem, *others)
+    def watched(backend: Backend, call: Call, tensors: Tensors) -> Survey:
+        found.append(call.n)
+        return original(backend, call, tensors)
 
-    monkeypatch.setattr(decision_module, "survey_of", watched)
+    monkeypatch.setattr(Backend, "survey", watched)
     return found
 
 
@@ -73,10 +74,10 @@ def test_too_few_pairs_never_pay(gradients: bool) -> None:
     small = []
     for n, m, is_causal, width in SMALL:
         q, k, v = (torch.zeros(length, width).expand(1, 2, -1, -1) for length in (n, m, m))
-        request = checked(q, k, v, Options(is_causal=is_causal))
-        if n * m <= request.rules.most_pairs:
+        call, _ = checked(q, k, v, is_causal=is_causal)
+        if n * m <= call.most_pairs:
             small.append((n, m, is_causal, width))
-            assert chooser_for(request.rules, n, m, gradients, False).largest_bound == 0, small[-1]
+            assert PreparedCall(call._replace(gradients=gradients)).largest_bound == 0, small[-1]
     assert {(1, 2500, False, 64), (300, 64, True, 16)} <= {*small}
     assert len(small) < len(SMALL)
 
@@ -154,14 +155,14 @@ def test_steps_of_decoding_are_validated_once() -> None:
     for m in range(20, 40):
         for k, v in ((cache[..., :m, :], other[..., :m, :]), (cache[..., :m, :].clone(), other[..., :m, :].clone())):
             assert torch.equal(dg.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert kept_rules_of.cache_info().misses == 1  # type: ignore[attr-defined]
+    assert kept_validated.cache_info().misses == 1  # type: ignore[attr-defined]
 
 
-def test_rules_depend_on_types_of_equal_numbers() -> None:
+def test_calls_depend_on_types_of_equal_numbers() -> None:
     q, k, v = draw(4, 6)
-    assert rules_for(q, k, v, Options(scale=1)).named == {"scale": 1.0}
+    assert checked(q, k, v, scale=1)[0].named == (("scale", 1.0),)
     with pytest.raises(InputError, match="scale must be a finite number"):
-        rules_for(q, k, v, Options(scale=True))
+        checked(q, k, v, scale=True)
 
 
 def test_the_same_arguments_take_the_same_path_whatever_came_before(surveyed: list[int]) -> None:

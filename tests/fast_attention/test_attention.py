@@ -3,23 +3,22 @@
 import math
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_settings import checked
 from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.fast_attention import backends, polynomial_path
 from depthgauge.fast_attention import exact_path as exact_module
-from depthgauge.fast_attention.arguments import checked
-from depthgauge.fast_attention.decide import decision as decision_module
-from depthgauge.fast_attention.decide.chooser import Chooser, chooser_for
-from depthgauge.fast_attention.decide.decision import Decision
-from depthgauge.fast_attention.problem import GuaranteeError, Options, Problem
-from depthgauge.fast_attention.theory.bounds import Survey
+from depthgauge.fast_attention import plan as plan_module
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.call import Call, GuaranteeError, Tensors
+from depthgauge.fast_attention.plan import Decision, PreparedCall
+from depthgauge.fast_attention.polynomial_path import Backend, Batch
 
 
 def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int = 0, **kind: object) -> list[Tensor]:
@@ -230,11 +229,11 @@ def test_the_allowance_counts_reduced_precision_products() -> None:
 
 def test_the_plan_notes_a_missing_gpu_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(backends, "has_triton", lambda: False)
-    assert "extra gpu" in backends.notes(gpu)[0]
-    assert backends.notes(torch.device("cpu")) == []
-    monkeypatch.setattr(backends, "has_triton", lambda: True)
-    assert backends.notes(gpu) == []
+    monkeypatch.setattr(plan_module, "has_triton", lambda: False)
+    assert "extra gpu" in plan_module.notes(gpu)[0]
+    assert plan_module.notes(torch.device("cpu")) == ()
+    monkeypatch.setattr(plan_module, "has_triton", lambda: True)
+    assert plan_module.notes(gpu) == ()
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -329,13 +328,13 @@ def test_attention_needs_torch_alone() -> None:
 
 def test_no_survey_if_exact_attention_is_always_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed: list[int] = []
-    original = decision_module.survey_of
+    original = Backend.survey
 
-    def watched(problem: Problem, chooser: Chooser) -> Survey:
-        surveyed.append(problem.q.shape[2])
-        return original(problem, chooser)
+    def watched(backend: Backend, call: Call, tensors: Tensors) -> Survey:
+        surveyed.append(call.n)
+        return original(backend, call, tensors)
 
-    monkeypatch.setattr(decision_module, "survey_of", watched)
+    monkeypatch.setattr(Backend, "survey", watched)
     few, many = draw(n=64, d=8), draw(n=20000, d=4, size=1e-4, heads=1)
     assert dg.attention_plan(*few).path == "exact"
     assert surveyed == [64]  # a plan always reports B
@@ -353,9 +352,9 @@ def test_no_survey_if_exact_attention_is_always_cheaper(monkeypatch: pytest.Monk
 def test_what_is_never_worth_it_is_never_chosen(n: int, gradients: bool) -> None:
     for d, size in ((2, 1e-9), (8, 1e-4), (16, 1e-2)):
         tensors = draw(n=n, d=d, size=size, heads=1)
-        request = checked(*tensors, Options())
+        call, _ = checked(*tensors)
         tensors[0].requires_grad_(gradients)
-        never = chooser_for(request.rules, n, n, gradients, False).largest_bound == 0
+        never = PreparedCall(call._replace(gradients=gradients)).largest_bound == 0
         assert never or n > 64
         assert not never or n < 4096
         assert not never or dg.attention_plan(*tensors).path == "exact"
@@ -368,13 +367,13 @@ def test_centred_heads_are_computed_apart_from_others(monkeypatch: pytest.Monkey
     q, k, v = draw(n=300, d=8, size=0.02)
     q[:, 1] += 1.0
     done: list[list[int]] = []
-    original = polynomial_path.polynomial_heads
+    original = Decision.batch
 
-    def watched(problem: Problem, decision: Decision, members: list[int], *others: Any) -> tuple[Tensor, Tensor | None]:
+    def watched(decision: Decision, tensors: Tensors, members: Sequence[int]) -> Batch:
         done.append([decision.choices[head].centring for head in members])
-        return original(problem, decision, members, *others)
+        return original(decision, tensors, members)
 
-    monkeypatch.setattr(polynomial_path, "polynomial_heads", watched)
+    monkeypatch.setattr(Decision, "batch", watched)
     out = dg.attention(q, k, v, scale=1.0, force="polynomial")
     assert len({tuple(centrings) for centrings in done}) > 1
     assert all(len(set(centrings)) == 1 for centrings in done)

@@ -18,9 +18,10 @@ from drawn_calls import ATTACKS, LAYOUTS, Drawn, Kind, Limits, arranged, draw_ca
 from kernel_settings import DEVICE
 from torch import Tensor
 
-from depthgauge.fast_attention import backends
+from depthgauge.fast_attention import plan as plan_module
 from depthgauge.fast_attention.attention import attention
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.call import Call
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 CPU = torch.device("cpu")
 KIND = Kind(
@@ -45,7 +46,7 @@ def test_a_piece_passes_on_the_cpu(options: list[str]) -> None:
 
 
 def test_unforced_calls_choose_cheap_polynomials() -> None:
-    before = backends.TORCH_CPU.rates
+    before = plan_module.TORCH_CPU.rates
     drawn = draw_call(KIND, 1, Limits(is_attacked=False), CPU)
     for is_cheap, path in ((True, "polynomial"), (False, "exact")):
         tally = Tally()
@@ -56,7 +57,7 @@ def test_unforced_calls_choose_cheap_polynomials() -> None:
         else:
             check_call(call, tally, True)
         assert tally.counts[path] == 1
-    assert backends.TORCH_CPU.rates == before
+    assert plan_module.TORCH_CPU.rates == before
 
 
 @pytest.mark.soak
@@ -65,13 +66,13 @@ def test_unforced_calls_choose_cheap_polynomials() -> None:
 def test_a_piece_passes_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = TritonBackend(causal_block=256, centred_after=(torch.float32,))
 
-    def choose(problem: Any, degree: int) -> Any:
-        return triton if triton.supports(problem, degree) else backends.TORCH_CPU
+    def choose(call: Call, degree: int) -> Any:
+        return triton if triton.supports(call, degree) else plan_module.TORCH_CPU
 
     for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
         if hasattr(module, "backend_for"):
             monkeypatch.setattr(module, "backend_for", choose)
-    monkeypatch.setattr(backends, "TRITON", triton)
+    monkeypatch.setattr(plan_module, "TRITON", triton)
     limits = Limits(largest=70, widths=(16,), odd_widths=(), dtypes=(torch.float32, torch.float16))
     used: list[int] = []
     forward = TritonBackend.forward

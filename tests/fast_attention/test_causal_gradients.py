@@ -7,10 +7,10 @@ import torch
 from kernel_settings import DEVICE, DTYPES, SLOW_WITHOUT_GPU, Setting, double_leaves, expected, with_dtypes
 from torch import Tensor
 
-from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.problem import Problem
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention import plan
+from depthgauge.fast_attention.call import Tensors
+from depthgauge.fast_attention.polynomial_path import Batch
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 SETTINGS = {
     "some blocks": Setting(n=300, m=300, d=16, e=16, degree=2, causal=True),
@@ -31,17 +31,17 @@ SMALL_BLOCKS = TritonBackend(causal_block=BLOCK)
 
 @pytest.fixture(autouse=True)
 def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "NEARLY", 1.0)
+    monkeypatch.setattr(plan, "NEARLY", 1.0)
 
 
-def output_gradient(problem: Problem) -> Tensor:
+def output_gradient(problem: Tensors) -> Tensor:
     """Draw a gradient of the output."""
     shape = *problem.q.shape[:-1], problem.v.shape[-1]
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(problem.q.device, problem.q.dtype)
 
 
 def gradients(
-    spec: Spec, problem: Problem, up: Tensor, backend: TritonBackend = SMALL_BLOCKS
+    spec: Batch, problem: Tensors, up: Tensor, backend: TritonBackend = SMALL_BLOCKS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the kernels."""
     given = problem.q, problem.k, problem.v
@@ -49,11 +49,11 @@ def gradients(
     return backend.backward(spec, *given, saved, up)
 
 
-def gaps(spec: Spec, problem: Problem, up: Tensor, found: tuple[Tensor, ...], block: int = BLOCK) -> list[float]:
+def gaps(spec: Batch, problem: Tensors, up: Tensor, found: tuple[Tensor, ...], block: int = BLOCK) -> list[float]:
     """Return the relative distances to the gradients of the definition. Exact rows have no gradient here."""
     leaves = double_leaves(problem)
     up = up.double() if spec.exact_rows is None else up.double().masked_fill(spec.exact_rows[..., None], 0)
-    true = torch.autograd.grad(expected(spec, problem, leaves, block), leaves, up)
+    true = torch.autograd.grad(expected(spec, leaves, block), leaves, up)
     largest = max(float(x.norm()) for x in true)  # the gradient of a single key is 0
     return [
         float((one.double() - other).norm()) / max(float(other.norm()), 0.1 * largest)

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_settings import DEVICE
+from kernel_settings import DEVICE, checked
 from naive_attention import softmax_attention
 
-from depthgauge.fast_attention.arguments import checked
+from depthgauge.fast_attention import plan
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.problem import GuaranteeError, Options
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.theory.bounds import survey
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.bounds import survey
+from depthgauge.fast_attention.call import GuaranteeError
+from depthgauge.fast_attention.polynomial_path import Batch
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 
 @pytest.mark.kernels
@@ -27,7 +26,7 @@ def test_gradients_of_equal_tokens(equal: str, nonzero: str, causal: bool, monke
     for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
         if hasattr(module, "backend_for"):
             monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
-    monkeypatch.setattr(chooser, "HIGHEST_DEGREE", 2)
+    monkeypatch.setattr(plan, "HIGHEST_DEGREE", 2)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(1, 2, 30, 16, generator=generator) for name in "qkv"}
     for name in "qk":
@@ -49,10 +48,10 @@ def test_gradients_of_equal_tokens(equal: str, nonzero: str, causal: bool, monke
 @pytest.mark.parametrize("equal", ["q", "k"])
 def test_the_other_side_stays_in_the_range_of_float16_if_a_mean_is_rounded(equal: str) -> None:
     q, k, v = 0.04 * torch.randn(3, 1, 2, 30, 16, generator=torch.Generator().manual_seed(0)).sign()
-    problem = checked(q.half(), k.half(), v.half(), Options()).flat()
-    found = survey(problem)
+    call, flat = checked(q.half(), k.half(), v.half())
+    found = survey(call, flat)
     setattr(found, "query_centred" if equal == "q" else "key_centred", [1e-9, 0.0])
-    factors = Spec(1, ((1.0, 1.0),) * 2, (0, 1), (2, 2), None, found, problem, None).factors
+    factors = Batch(call, ((1.0, 1.0),) * 2, (2, 2), found, flat).factors
     for x, factor in zip((q, k), factors, strict=True):
         scaled = x[0].double() * factor[:, None, None]
         torch.testing.assert_close(scaled.half().double(), scaled, rtol=2.0**-11, atol=0)

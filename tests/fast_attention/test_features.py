@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from depthgauge.fast_attention.theory.cost import feature_count
-from depthgauge.fast_attention.torch.features import Featurizer, features_vjp, multinomials
+from depthgauge.fast_attention.call import feature_count
+from depthgauge.fast_attention.polynomial_path import Featurizer, features_vjp, multinomials
 
 
 def test_the_number_of_features() -> None:

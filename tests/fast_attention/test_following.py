@@ -11,11 +11,12 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError
-from depthgauge.fast_attention import backends, following
-from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.plan import AttentionPlan, Fixed
-from depthgauge.fast_attention.problem import GuaranteeError
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention import attention
+from depthgauge.fast_attention import plan as plan_module
+from depthgauge.fast_attention.bounds import Minimax
+from depthgauge.fast_attention.call import GuaranteeError
+from depthgauge.fast_attention.plan import AttentionPlan
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 TOLERANCE = 1e-2
 FORCED: dict[str, Any] = {"tolerance": TOLERANCE, "scale": 1.0, "force": "polynomial"}
@@ -49,9 +50,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both backends. The kernels run in float32 and treat it as they treat bfloat16."""
     if request.param == "triton":
         triton = TritonBackend(causal_block=128, centred_after=(torch.float32,))
-        for module in (backends, chooser, following):
-            monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
-        monkeypatch.setattr(chooser, "HIGHEST_DEGREE", 2)
+        for module in (attention, plan_module):
+            monkeypatch.setattr(module, "backend_for", lambda call, degree: triton)
+        monkeypatch.setattr(plan_module, "HIGHEST_DEGREE", 2)
     return str(request.param)
 
 
@@ -61,7 +62,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_tensors_follow_a_plan_within_the_tolerance(n: int, m: int, groups: int, is_causal: bool) -> None:
     how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": groups > 1}
     plan = plan_of(*draw(n, m, groups), **how)
-    assert isinstance(plan.fixed, Fixed)
+    assert isinstance(plan.fixed, Minimax)
     largest = plan.fixed.bound
     for seed, size in ((1, 0.06), (2, 0.03), (3, 1e-4)):
         q, k, v = draw(n, m, groups, size, seed)
@@ -76,7 +77,7 @@ def test_other_tensors_follow_a_plan_within_the_tolerance(n: int, m: int, groups
 
 def test_scores_at_the_bound_are_inside_and_scores_beyond_it_are_reported() -> None:
     plan = plan_of(*draw())
-    assert isinstance(plan.fixed, Fixed)
+    assert isinstance(plan.fixed, Minimax)
     q, k, v = draw(seed=4)
     q, k = (x / x.norm(dim=-1).amax() for x in (q, k))
     follow(plan, q * (plan.fixed.bound * (1 - 1e-4)), k, v)

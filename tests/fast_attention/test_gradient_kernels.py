@@ -7,10 +7,9 @@ import torch
 from kernel_settings import DEVICE
 from torch import Tensor
 
-from depthgauge.fast_attention.triton.forward import PassSizes
-from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches
-from depthgauge.fast_attention.triton.kernels import programs, slots
-from depthgauge.fast_attention.triton.tuning import is_supported
+from depthgauge.fast_attention.call import Call
+from depthgauge.fast_attention.kernels import programs, slots
+from depthgauge.fast_attention.launches import GradientLaunches, KernelPass, is_supported
 
 pytestmark = pytest.mark.kernels
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -18,14 +17,18 @@ COEFFICIENTS = [(1.0, 0.9, 0.4), (1.1, 0.8, 0.3)]
 
 
 def launches(**sizes: Any) -> GradientLaunches:
-    """Prepare a backward pass in float32 with two key heads; `sizes` are fields of PassSizes."""
-    usual: dict[str, Any] = {
-        "heads": 2, "groups": 1, "n": 70, "m": 70, "d": 16, "e": 16, "dtype": torch.float32, "degree": 2, "block": 0,
-        "turned_bytes": 2**28, "is_shifted": False, "is_plain": True, "has_w": False, "is_weighted": False,
-        "is_alike": True, "needs_z": True, "device": DEVICE,
+    """Prepare a backward pass in float32 with two key heads; `sizes` are fields of Call and KernelPass."""
+    call: dict[str, Any] = {
+        "heads": 2, "groups": 1, "n": 70, "m": 70, "d": 16, "e": 16, "dtype": torch.float32, "device": DEVICE,
+        "scale": 1.0, "causal": sizes.get("block", 0) > 0, "tolerance": 1e-3, "force": None,
     }  # fmt: skip
-    found = PassSizes(**{**usual, **sizes})
-    assert is_supported(found.dtype, found.d, found.e, found.degree)  # others may end the process on a GPU
+    usual: dict[str, Any] = {
+        "degree": 2, "block": 0, "turned_bytes": 2**28, "is_shifted": False, "is_plain": True, "has_w": False,
+        "is_weighted": False, "is_alike": True, "needs_z": True,
+    }  # fmt: skip
+    own = Call(**{name: sizes.pop(name, value) for name, value in call.items()})
+    found = KernelPass(own, **{**usual, **sizes})
+    assert is_supported(own.dtype, own.d, own.e, found.degree)  # others may end the process on a GPU
     return GradientLaunches(found)
 
 
@@ -53,9 +56,9 @@ SHAPES = [
 def test_prepare_centres_values_and_transposes_queries(shape: dict[str, int], is_shifted: bool) -> None:
     p = launches(**shape, is_shifted=is_shifted)
     s = p.sizes
-    q, v = normal(p.row_heads, p.n, s.d), normal(s.heads, s.m, s.e)
-    small = normal(3, s.heads, s.small_size)
-    middle = normal(s.heads, s.e) if is_shifted else small[0, :, s.d + 1 + s.e : -1]
+    q, v = normal(p.row_heads, p.n, s.call.d), normal(s.call.heads, s.call.m, s.call.e)
+    small = normal(3, s.call.heads, s.small_size)
+    middle = normal(s.call.heads, s.call.e) if is_shifted else small[0, :, s.call.d + 1 + s.call.e : -1]
     x, vt = unset(*p.transposed_shape), unset(*v.shape)
     p.prepare((q, v, middle if is_shifted else small, x, vt))
     assert torch.equal(vt, v - middle[:, None])
@@ -67,22 +70,26 @@ def test_prepare_centres_values_and_transposes_queries(shape: dict[str, int], is
 def test_sums_over_queries(shape: dict[str, int]) -> None:
     p = launches(**shape)
     s = p.sizes
-    q, grad, out = normal(p.row_heads, p.n, s.d), normal(p.row_heads, p.n, s.e), normal(p.row_heads, p.n, s.e, seed=1)
+    q, grad, out = (
+        normal(p.row_heads, p.n, s.call.d),
+        normal(p.row_heads, p.n, s.call.e),
+        normal(p.row_heads, p.n, s.call.e, seed=1),
+    )
     z = normal(p.row_heads, p.n).abs() + 0.5
-    small = normal(1, s.heads, s.small_size)
+    small = normal(1, s.call.heads, s.small_size)
     floor, dn, level, first = unset(*p.floor_shape), unset(*grad.shape), unset(*z.shape), unset(*p.first_shape)
     p.moments((q, grad, out, z, small, floor, dn, level, first))
 
-    mean = small[0, :, s.d + 1 + s.e : -1].repeat_interleave(p.groups, dim=0)[:, None]
+    mean = small[0, :, s.call.d + 1 + s.call.e : -1].repeat_interleave(p.groups, dim=0)[:, None]
     true_level = -(grad * (out - mean)).sum(-1)
     torch.testing.assert_close(level, true_level, **CLOSE)
     blocks = p.first_shape[0]
     per_block = s.block or 512
     for b in range(blocks):
         at = slice(b * per_block, (b + 1) * per_block)
-        low = torch.ones(s.heads, device=DEVICE)
+        low = torch.ones(s.call.heads, device=DEVICE)
         if p.is_causal:
-            low = z[:, at].reshape(s.heads, -1).amin(-1)
+            low = z[:, at].reshape(s.call.heads, -1).amin(-1)
             assert torch.equal(floor[:, b], low)
         share = low.repeat_interleave(p.groups)[:, None] / z[:, at]
         own = grad[:, at] * share[..., None]
@@ -102,8 +109,8 @@ def test_states_of_queries_are_sums_of_later_blocks(shape: dict[str, int], is_al
     assert p.second_moments is not None
     first, second = normal(*p.first_shape), normal(*p.second_moments.shape)
     floor = normal(*p.floor_shape).abs() + 0.1
-    big, small = unset(p.states, s.heads, s.big_size), unset(p.states, s.heads, p.query_small_size)
-    after = unset(s.heads, p.states)
+    big, small = unset(p.states, s.call.heads, s.big_size), unset(p.states, s.call.heads, p.query_small_size)
+    after = unset(s.call.heads, p.states)
     table = torch.tensor(COEFFICIENTS, device=DEVICE)
     p.finish((second, first, table, floor, p.slots, big, small, after), COEFFICIENTS[0])
 
@@ -123,14 +130,14 @@ def test_states_of_queries_are_sums_of_later_blocks(shape: dict[str, int], is_al
         for b in later:
             by_head += first[b].view(2, p.groups, -1).sum(1) * over[:, b : b + 1]
         by_head /= weight[:, None]
-        mixed, square, z1, n0, z0 = by_head.split([s.d * s.e, s.d**2, s.d, s.e, 1], dim=1)
+        mixed, square, z1, n0, z0 = by_head.split([s.call.d * s.call.e, s.call.d**2, s.call.d, s.call.e, 1], dim=1)
         torch.testing.assert_close(small[state], torch.cat([a[1] * z1, a[0] * z0, a[0] * n0], dim=1), **CLOSE)
-        sums = torch.zeros(2, len(programs(s.d)) * 2, 256, s.e).to(DEVICE)
+        sums = torch.zeros(2, len(programs(s.call.d)) * 2, 256, s.call.e).to(DEVICE)
         for b in split_later:
-            sums += second[b].view(2, p.groups, -1, 256, s.e).sum(1) * over[:, b, None, None, None]
-        doubled = torch.tensor([1.0 if x == y else 2.0 for _, x, y in slots(s.d)]).to(DEVICE)
-        kept = sums[:, [slot for slot, _, _ in slots(s.d)]] * doubled[:, None, None] / weight[:, None, None, None]
-        found, linear, rest = big[state].split([kept[0].numel(), 2 * s.d * s.e, s.d**2], dim=1)
+            sums += second[b].view(2, p.groups, -1, 256, s.call.e).sum(1) * over[:, b, None, None, None]
+        doubled = torch.tensor([1.0 if x == y else 2.0 for _, x, y in slots(s.call.d)]).to(DEVICE)
+        kept = sums[:, [slot for slot, _, _ in slots(s.call.d)]] * doubled[:, None, None] / weight[:, None, None, None]
+        found, linear, rest = big[state].split([kept[0].numel(), 2 * s.call.d * s.call.e, s.call.d**2], dim=1)
         torch.testing.assert_close(found, (kept * a[2][..., None, None]).flatten(1), **CLOSE)
         torch.testing.assert_close(linear.view(2, 2, -1).sum(1), a[1] * mixed, **CLOSE)
         torch.testing.assert_close(rest, a[2] * square, **CLOSE)
@@ -154,14 +161,14 @@ def dense(state: Tensor, d: int, e: int) -> Tensor:
 def test_turned_states_hold_every_product_of_tiles(shape: dict[str, int]) -> None:
     p = launches(**shape)
     s, count = p.sizes, p.states
-    states, turned = normal(count, s.heads, s.big_size), unset(*p.turned_shape)
+    states, turned = normal(count, s.call.heads, s.big_size), unset(*p.turned_shape)
     (part,) = p.keys
     assert part.turn is not None
     part.turn((states, p.pairs, turned))
     for state in range(count):
-        full = dense(states[state], s.d, s.e)  # [heads, a, b, c]
-        by_c = full.view(s.heads, s.d, s.d // 16, 16, s.e // 16, 16).permute(0, 4, 2, 5, 3, 1)
-        assert torch.equal(turned[state], by_c.reshape(s.heads, -1))
+        full = dense(states[state], s.call.d, s.call.e)  # [heads, a, b, c]
+        by_c = full.view(s.call.heads, s.call.d, s.call.d // 16, 16, s.call.e // 16, 16).permute(0, 4, 2, 5, 3, 1)
+        assert torch.equal(turned[state], by_c.reshape(s.call.heads, -1))
 
 
 ROWS = [
@@ -178,17 +185,17 @@ def test_rows_read_the_state_of_their_block(shape: dict[str, int], is_plain: boo
     p = launches(**shape, is_plain=is_plain)
     s = p.sizes
     count = p.read_states
-    big, small = normal(count, s.heads, s.big_size), normal(count, s.heads, s.small_size)
-    q, grad = 0.3 * normal(p.row_heads, p.n, s.d), normal(p.row_heads, p.n, s.e)
-    level, z, exact = normal(p.row_heads, p.n), normal(p.row_heads, p.n).abs() + 0.5, normal(p.row_heads, p.n, s.d)
-    factor = small if is_plain else normal(s.heads)
+    big, small = normal(count, s.call.heads, s.big_size), normal(count, s.call.heads, s.small_size)
+    q, grad = 0.3 * normal(p.row_heads, p.n, s.call.d), normal(p.row_heads, p.n, s.call.e)
+    level, z, exact = normal(p.row_heads, p.n), normal(p.row_heads, p.n).abs() + 0.5, normal(p.row_heads, p.n, s.call.d)
+    factor = small if is_plain else normal(s.call.heads)
     dq, turned = unset(*q.shape), unset(*p.turned_shape)
     for part in p.queries:
         if part.turn is not None:
             part.turn((big[part.first_state :], p.pairs, turned))
         part.rows((q, grad, turned, big, small, level, exact, z, factor, z, p.turned_slots, dq, z), (1.5,))
 
-    sizes = [s.big_size - 2 * s.d * s.e - s.d**2, 2 * s.d * s.e, s.d**2]
+    sizes = [s.big_size - 2 * s.call.d * s.call.e - s.call.d**2, 2 * s.call.d * s.call.e, s.call.d**2]
     for row_head in range(p.row_heads):
         head = row_head // p.groups
         for start in range(0, p.n, s.block or p.n):
@@ -196,11 +203,11 @@ def test_rows_read_the_state_of_their_block(shape: dict[str, int], is_plain: boo
             state = min(start // s.block, count - 1) if s.block else 0
             _, linear, square = big[state, head].split(sizes)
             x, y = q[row_head, at], grad[row_head, at]
-            rest = 2 * x @ square.view(s.d, s.d) if s.degree > 1 else 0 * x
-            rest = (rest + small[state, head, : s.d]) * level[row_head, at, None]
-            total = rest + y @ linear.view(2, s.d, s.e).sum(0).T
+            rest = 2 * x @ square.view(s.call.d, s.call.d) if s.degree > 1 else 0 * x
+            rest = (rest + small[state, head, : s.call.d]) * level[row_head, at, None]
+            total = rest + y @ linear.view(2, s.call.d, s.call.e).sum(0).T
             if s.degree > 1:
-                total = total + torch.einsum("abc,ib,ic->ia", dense(big[state], s.d, s.e)[head], x, y)
+                total = total + torch.einsum("abc,ib,ic->ia", dense(big[state], s.call.d, s.call.e)[head], x, y)
             if s.block:
                 total = total + exact[row_head, at]
             by_head = 1.0 if is_plain else factor[head]

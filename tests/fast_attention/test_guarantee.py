@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from naive_attention import softmax_attention
 from torch import Tensor
 
+from depthgauge.fast_attention import plan as plan_module
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.decide import chooser
+from depthgauge.fast_attention.bounds import at_index, grid_index, output_error
+from depthgauge.fast_attention.call import GuaranteeError
 from depthgauge.fast_attention.plan import AttentionPlan
-from depthgauge.fast_attention.problem import GuaranteeError
-from depthgauge.fast_attention.theory.minimax import at_index, grid_index, output_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -243,13 +243,13 @@ def test_every_twist(twist: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("size", "degree"), [(1e-6, 0), (0.01, 1), (0.08, 2), (0.2, 3), (0.35, 4)])
 def test_every_degree_is_reached(size: float, degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "NEARLY", 1.0)  # choose the lowest degree
+    monkeypatch.setattr(plan_module, "NEARLY", 1.0)  # choose the lowest degree
     plan = check(replace(BASE, seed=3, size=size), "polynomial")
     assert max(head.degree or 0 for head in plan.heads) == degree
 
 
 def test_the_worst_case_is_nearly_attained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "NEARLY", 1.0)
+    monkeypatch.setattr(plan_module, "NEARLY", 1.0)
     # One coordinate, scores at the extrema of the error, values at the two ends of their range: the bound is tight.
     bound = 0.35
     p = at_index(2, grid_index(bound))

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthgauge.fast_attention.autograd import PolynomialAttention
-from depthgauge.fast_attention.problem import Problem
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.theory.bounds import Survey
-from depthgauge.fast_attention.triton import forward, gradient_launches
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention import launches
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.call import Call, Tensors
+from depthgauge.fast_attention.polynomial_path import Batch
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 THROUGH_TRITON = "through Triton"
 HEADS, WIDTH = 16, 64
@@ -76,7 +75,7 @@ class Kernels:
         self.launched[name] += 1
 
 
-PREPARED: list[Any] = [forward.forward_launches, gradient_launches.gradient_launches]
+PREPARED: list[Any] = [launches.forward_launches, launches.gradient_launches]
 
 
 @pytest.fixture
@@ -84,8 +83,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Kernels that do nothing, in place of all others."""
     triton, found = pytest.importorskip("triton"), Kernels()
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda _: 0))
-    monkeypatch.setattr(forward, "kernels", lambda: found)
-    monkeypatch.setattr(gradient_launches, "gradient_kernels", lambda: found)
+    monkeypatch.setattr(launches, "kernels", lambda: found)
+    monkeypatch.setattr(launches, "gradient_kernels", lambda: found)
     for prepared in PREPARED:
         prepared.cache_clear()
     yield found
@@ -93,24 +92,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         prepared.cache_clear()
 
 
-def described(n: int, groups: int, degree: int, causal: bool) -> tuple[Spec, list[Tensor]]:
+def described(n: int, groups: int, degree: int, causal: bool) -> tuple[Batch, list[Tensor]]:
     """Describe one polynomial for bfloat16 heads that are not centred, and return q, k and v."""
     shapes = (HEADS, groups, n, WIDTH), (HEADS, n, WIDTH), (HEADS, n, WIDTH)
     leaves = [torch.empty(shape, dtype=torch.bfloat16, device=META, requires_grad=True) for shape in shapes]
-    problem = Problem(*leaves, 0.125, causal, None)
-    spec = Spec(
-        degree=degree, coefficients=((1.0, 1.0, 0.5)[: degree + 1],) * HEADS, members=tuple(range(HEADS)),
-        centrings=(0,) * HEADS, exact_rows=None, problem=problem, keep=None,
-        survey=Survey(problem),
-    )  # fmt: skip
+    call = Call(HEADS, groups, n, n, WIDTH, WIDTH, torch.bfloat16, META, 0.125, causal, 1e-3, None)
+    coefficients = ((1.0, 1.0, 0.5)[: degree + 1],) * HEADS
+    spec = Batch(call, coefficients, (0,) * HEADS, Survey(call), Tensors(*leaves).detach())
     return spec, leaves
 
 
-def run(spec: Spec, leaves: list[Tensor]) -> Operations:
+def run(spec: Batch, leaves: list[Tensor]) -> Operations:
     """Compute the output and the gradients, and return the operations."""
     up = torch.empty(*leaves[0].shape[:-1], WIDTH, dtype=torch.bfloat16, device=META)
     with Operations() as operations:
-        out, _ = PolynomialAttention.apply(*leaves, spec, TritonBackend())  # type: ignore[no-untyped-call]
+        out, _ = TritonBackend().compute(spec, *leaves, needs_z=True)  # type: ignore[call-arg, misc]
         torch.autograd.grad(out, leaves, up)
     return operations
 

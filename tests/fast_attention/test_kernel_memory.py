@@ -5,13 +5,12 @@ import torch
 from kernel_memory import OutOfBoundsError, checked_memory
 from kernel_settings import DEVICE
 
-from depthgauge.fast_attention.problem import Problem
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.theory import bounds
-from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.kernels import kernels
-from depthgauge.fast_attention.triton.launch import Launch
-from depthgauge.fast_attention.triton.survey import survey_launch
+from depthgauge.fast_attention.bounds import survey
+from depthgauge.fast_attention.call import Call, Tensors
+from depthgauge.fast_attention.kernels import kernels
+from depthgauge.fast_attention.launches import Launch, survey_launch
+from depthgauge.fast_attention.polynomial_path import Batch
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 pytestmark = [
     pytest.mark.kernels,
@@ -35,12 +34,9 @@ CASES = [
 ]
 
 
-def description(problem: Problem, degree: int, centring: int) -> Spec:
+def description(call: Call, tensors: Tensors, degree: int, centring: int) -> Batch:
     """Describe a polynomial path for one head. Its error does not matter here."""
-    return Spec(
-        degree=degree, coefficients=((1.0, 1.0, 0.5)[: degree + 1],), members=(0,), centrings=(centring,),
-        exact_rows=None, survey=bounds.survey(problem), problem=problem, keep=None,
-    )  # fmt: skip
+    return Batch(call, ((1.0, 1.0, 0.5)[: degree + 1],), (centring,), survey(call, tensors), tensors)
 
 
 @pytest.mark.parametrize(("n", "m", "d", "e", "groups", "degree", "causal", "centring", "dtype"), CASES)
@@ -51,13 +47,14 @@ def test_kernels_stay_inside_their_tensors(
     generator = torch.Generator().manual_seed(n)
     shapes = (1, groups, n, d), (1, m, d), (1, m, e)
     q, k, v = (0.1 * torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    problem = Problem(q, k, v, 1.0, causal, None)
-    spec = description(problem, degree, centring)
+    call = Call(1, groups, n, m, d, e, dtype, DEVICE, 1.0, causal, 1e-3, None)
+    tensors = Tensors(q, k, v)
+    spec = description(call, tensors, degree, centring)
     # Half of the cases centre values after the sums and turn one state at a time.
     is_other = (n + m) % 2 == 0
     backend = TritonBackend(128, (dtype,) if is_other else (), 1 if is_other else 2**28)
     memory = checked_memory(monkeypatch)
-    assert backend.survey(problem).is_usable == [True]
+    assert backend.survey(call, tensors).is_usable == [True]
     out, _, saved = backend.forward(spec, q, k, v)
     found = backend.backward(spec, q, k, v, saved, torch.ones_like(out))
     assert all(bool(x.isfinite().all()) for x in (out, *found))
@@ -74,7 +71,7 @@ def test_an_address_outside_of_a_tensor_is_found(monkeypatch: pytest.MonkeyPatch
     assert isinstance(error.value.__cause__, OutOfBoundsError)
     with pytest.raises(Exception, match="a write of 1 addresses outside"):
         launch((x, out[..., :127]))
-    survey, numbers = survey_launch(1, 5, 5, 16, 16, DEVICE), torch.zeros(8 + 2 * 16)
-    survey((x, x, x, numbers))
+    launched, numbers = survey_launch(1, 5, 5, 16, 16, DEVICE), torch.zeros(8 + 2 * 16)
+    launched((x, x, x, numbers))
     with pytest.raises(Exception, match="addresses outside"):
-        survey((x, x, x, numbers[:-1]))
+        launched((x, x, x, numbers[:-1]))

@@ -5,21 +5,17 @@ import warnings
 
 import pytest
 import torch
-from kernel_settings import DEVICE, Setting, double_leaves, expected, with_dtypes
+from kernel_settings import DEVICE, Setting, checked, double_leaves, expected, with_dtypes
 from naive_attention import softmax_attention
 
-from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.arguments import checked
-from depthgauge.fast_attention.decide import chooser, decision
-from depthgauge.fast_attention.decide.decision import decide
-from depthgauge.fast_attention.polynomial_path import make_spec
-from depthgauge.fast_attention.problem import GuaranteeError, Options
-from depthgauge.fast_attention.theory.bounds import survey
-from depthgauge.fast_attention.theory.minimax import minimax, output_error
-from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.kernels import programs, slots
-from depthgauge.fast_attention.triton.tuning import WIDTHS, is_supported
+from depthgauge.fast_attention import plan as plan_module
+from depthgauge.fast_attention.attention import attention_plan
+from depthgauge.fast_attention.bounds import minimax, output_error, survey
+from depthgauge.fast_attention.call import GuaranteeError
+from depthgauge.fast_attention.kernels import programs, slots
+from depthgauge.fast_attention.launches import WIDTHS, is_supported
+from depthgauge.fast_attention.plan import decide
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 SETTINGS = [
     Setting(n=70, m=70, d=16, e=16, degree=2),
@@ -42,7 +38,7 @@ BLOCK = 128
 
 @pytest.fixture(autouse=True)
 def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "NEARLY", 1.0)
+    monkeypatch.setattr(plan_module, "NEARLY", 1.0)
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def check_definition(setting: Setting, dtype: torch.dtype, backend: TritonBacken
     out, z, saved = backend.forward(spec, problem.q, problem.k, problem.v)
     assert out.dtype == dtype
     leaves = double_leaves(problem)
-    exact = expected(spec, problem, leaves, BLOCK)
+    exact = expected(spec, leaves, BLOCK)
     torch.testing.assert_close(out.double(), exact.detach(), rtol=OUTPUT[dtype], atol=OUTPUT[dtype])
     assert z is not None
     assert bool((z > 0).all())
@@ -80,7 +76,7 @@ def check_definition(setting: Setting, dtype: torch.dtype, backend: TritonBacken
 def test_causal_is_the_definition(setting: Setting, dtype: torch.dtype, backend: TritonBackend) -> None:
     spec, problem = setting.draw(dtype)
     out, _, _ = backend.forward(spec, problem.q, problem.k, problem.v)
-    exact = expected(spec, problem, double_leaves(problem), BLOCK).detach()
+    exact = expected(spec, double_leaves(problem), BLOCK).detach()
     close = 1.5 * OUTPUT[dtype] if dtype != torch.float32 else OUTPUT[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=close, atol=close)
 
@@ -105,8 +101,8 @@ def test_the_survey_kernel_proves_the_same_bounds(n: int, m: int, d: int, e: int
     q = (torch.randn(1, 2, n, d, generator=generator) + 1).to(DEVICE)
     k = (torch.randn(1, 2, m, d, generator=generator) - 2).to(DEVICE)
     v = torch.randn(1, 2, m, e, generator=generator).to(DEVICE)
-    problem = checked(q, k, v, Options(tolerance=1e-2)).flat()
-    found, reference = backend.survey(problem), survey(problem)
+    call, problem = checked(q, k, v, tolerance=1e-2)
+    found, reference = backend.survey(call, problem), survey(call, problem)
     for head in range(2):
         exact_q, exact_k = problem.q[head, 0].double(), problem.k[head].double()
         for bound, true in (
@@ -124,7 +120,7 @@ def test_the_survey_kernel_proves_the_same_bounds(n: int, m: int, d: int, e: int
             changed = tensor.clone()
             changed[0, 1, -1, 3] = bad
             given = [changed if x is tensor else x for x in (q, k, v)]
-            assert backend.survey(checked(*given, Options(tolerance=1e-2)).flat()).is_usable == [True, False]
+            assert backend.survey(*checked(*given, tolerance=1e-2)).is_usable == [True, False]
 
 
 @pytest.mark.kernels
@@ -133,12 +129,15 @@ def test_the_survey_kernel_finds_the_least_norms(groups: int, n: int, backend: T
     generator = torch.Generator().manual_seed(n)
     q = (torch.randn(1, 2 * groups, n, 16, generator=generator) + 1).to(DEVICE)
     k = torch.randn(1, 2, 300, 16, generator=generator).to(DEVICE)
-    problem = checked(q, k, k, Options(enable_gqa=groups > 1)).flat()
-    found, reference = backend.survey(problem), survey(problem)  # with so few rows, both centres are the mean of all
+    call, problem = checked(q, k, k, enable_gqa=groups > 1)
+    found, reference = (
+        backend.survey(call, problem),
+        survey(call, problem),
+    )  # with so few rows, both centres are the mean of all
     assert found.query_least == pytest.approx(reference.query_least, rel=1e-5)
     assert found.query_centred_least == pytest.approx(reference.query_centred_least, rel=1e-4, abs=1e-6)
     problem.q[0, 0, -1] = 0.0
-    found = backend.survey(problem)
+    found = backend.survey(call, problem)
     assert found.query_least[0] < 1e-15
     assert found.query_least[1] == pytest.approx(reference.query_least[1], rel=1e-5)
     assert found.is_usable == [True, True]
@@ -150,7 +149,7 @@ def test_the_least_norms_are_never_nan(backend: TritonBackend) -> None:
     q[0, 0, 3, 2], q[0, 1] = torch.nan, torch.inf
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of numpy in the interpreter
-        found = backend.survey(checked(q, k, k, Options()).flat())
+        found = backend.survey(*checked(q, k, k))
     assert found.is_usable == [False, False]
     assert found.query_least == [pytest.approx(4.0), pytest.approx(1e18)]
     assert not any(map(math.isnan, found.query_centred_least))
@@ -168,9 +167,9 @@ def test_every_pair_of_tiles_is_summed_once(dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_rounding_allowance_grows_with_the_number_of_roundings(dtype: torch.dtype) -> None:
     tensor = torch.zeros(1, 2, 1024, 64, dtype=dtype)
-    problem = checked(tensor, tensor, tensor, Options()).flat()
+    call, _ = checked(tensor, tensor, tensor)
     small, large = (
-        [TritonBackend().rounding(problem, minimax(2, bound), bound, centring, 0.0) for centring in range(3)]
+        [TritonBackend().rounding(call, minimax(2, bound), bound, centring, 0.0) for centring in range(3)]
         for bound in (0.05, 0.3)
     )
     assert small == sorted(small)
@@ -184,8 +183,7 @@ def test_the_rounding_allowance_grows_with_the_number_of_roundings(dtype: torch.
 def test_weights_below_the_range_of_float16_are_not_used(
     shift: float, is_weighted: bool, causal: bool, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (backends, chooser):
-        monkeypatch.setattr(module, "backend_for", lambda problem, degree: backend)
+    monkeypatch.setattr(plan_module, "backend_for", lambda call, degree: backend)
     generator = torch.Generator().manual_seed(5)
     n, d = 300, 16
     # log w falls along the sequence by the whole range that is allowed: late causal rows see the smallest weights too.
@@ -193,14 +191,13 @@ def test_weights_below_the_range_of_float16_are_not_used(
     q = (0.01 * torch.randn(1, 1, n, d, generator=generator) + shift).half().to(DEVICE)
     k, v = slope[None, None].half().to(DEVICE), torch.randn(1, 1, n, d, generator=generator).half().to(DEVICE)
     force = "polynomial" if is_weighted else None
-    request = checked(q, k, v, Options(is_causal=causal, tolerance=1e-2, scale=4.0, force=force))
-    problem = request.flat()
-    decision = decide(request, problem)
+    call, problem = checked(q, k, v, is_causal=causal, tolerance=1e-2, scale=4.0, force=force)
+    decision = decide(call, problem)
     (choice,) = decision.choices
     assert decision.survey.spread[0] > (2.0 if is_weighted else 10.0)
     assert (choice.polynomial is not None and choice.centring == 2) == is_weighted
     if is_weighted and choice.polynomial is not None:
-        spec = make_spec(problem, decision, [0], choice.polynomial.degree)
+        spec = decision.batch(problem, [0])
         out, _, _ = backend.forward(spec, problem.q, problem.k, problem.v)
         exact = softmax_attention(q.double(), k.double(), v.double(), 4.0, causal)
         width = (v.amax(-2) - v.amin(-2)).double()
@@ -210,16 +207,16 @@ def test_weights_below_the_range_of_float16_are_not_used(
 
 
 def test_heads_with_a_large_rounding_allowance_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backends, chooser):
-        monkeypatch.setattr(module, "backend_for", lambda _, g: backends.TRITON if g in (1, 2) else backends.TORCH_GPU)
-    monkeypatch.setattr(decision, "survey_of", lambda problem, _: survey(problem))
+    triton, torch_gpu = plan_module.TRITON, plan_module.TORCH_GPU
+    monkeypatch.setattr(plan_module, "backend_for", lambda _, g: triton if g in (1, 2) else torch_gpu)
+    monkeypatch.setattr(TritonBackend, "survey", lambda _, call, tensors: survey(call, tensors))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 64, generator=generator).bfloat16() for _ in range(3))
     fine, coarse = (0.5 / float(q.norm(dim=-1).max()) ** 2, 2.2 / float(q.norm(dim=-1).max()) ** 2)
-    plan = attention_module.attention_plan
+    plan = attention_plan
     kept = plan(q, k, v, tolerance=0.3, is_causal=True, scale=fine, force="polynomial")
     assert kept.path == "polynomial"
-    assert kept.rounding <= chooser.LARGEST_ROUNDING
+    assert kept.rounding <= plan_module.LARGEST_ROUNDING
     refused = plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse)
     assert refused.path == "exact"
     assert "rounding in bfloat16" in refused.heads[0].why
@@ -235,13 +232,12 @@ def test_causal_sums_of_large_values_fit_into_float16(backend: TritonBackend) ->
     k = torch.zeros(1, 1, 500, 16).index_fill_(-1, torch.tensor([0]), 0.3) * signs.roll(1)[:, None]
     v = torch.where(torch.arange(500) % 10 == 3, -8000.0, 8000.0)[:, None].expand(1, 1, 500, 16)
     q, k, v = (x.half().contiguous().to(DEVICE) for x in (q, k, v))
-    request = checked(q, k, v, Options(is_causal=True, tolerance=1e-2, scale=5.0, force="polynomial"))
-    problem = request.flat()
-    decision = decide(request, problem)
+    call, problem = checked(q, k, v, is_causal=True, tolerance=1e-2, scale=5.0, force="polynomial")
+    decision = decide(call, problem)
     polynomial = decision.choices[0].polynomial
     assert polynomial is not None
     assert polynomial.degree == 2
-    out, _, _ = backend.forward(make_spec(problem, decision, [0], 2), problem.q, problem.k, problem.v)
+    out, _, _ = backend.forward(decision.batch(problem, [0]), problem.q, problem.k, problem.v)
     exact = softmax_attention(q.double(), k.double(), v.double(), 5.0, True)
-    allowed = (output_error(polynomial.error) + backend.rounding(problem, polynomial, 0.46, 1, 0.0)) * 16000
+    allowed = (output_error(polynomial.error) + backend.rounding(call, polynomial, 0.46, 1, 0.0)) * 16000
     assert float((out.double() - exact).abs().max()) <= allowed + 2.0**-9 * 8000

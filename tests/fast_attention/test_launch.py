@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_settings import DEVICE
+from kernel_settings import DEVICE, checked
 
 from depthgauge.base.errors import InputError
-from depthgauge.fast_attention.arguments import checked
-from depthgauge.fast_attention.problem import Options
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.theory import bounds
-from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.forward import forward_launches
-from depthgauge.fast_attention.triton.gradient_launches import gradient_launches
-from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch, table
-from depthgauge.fast_attention.triton.survey import survey
+from depthgauge.fast_attention.bounds import survey
+from depthgauge.fast_attention.launches import ALIGNMENT, Launch, forward_launches, gradient_launches, table
+from depthgauge.fast_attention.polynomial_path import Batch
+from depthgauge.fast_attention.triton_backend import TritonBackend, kernel_survey
 
 STREAM = 99
 GRID = (2, 3, 1)
@@ -124,12 +119,12 @@ def test_a_compiled_kernel_is_reused_without_triton(jit: Any, monkeypatch: pytes
 
 @pytest.mark.kernels
 def test_a_survey_during_the_capture_of_a_cuda_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = checked(*torch.ones(3, 1, 2, 5, 16, device=DEVICE), Options()).flat()
-    assert survey(problem).is_usable == [True, True]
+    call, flat = checked(*torch.ones(3, 1, 2, 5, 16, device=DEVICE))
+    assert kernel_survey(call, flat).is_usable == [True, True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.raises(InputError, match=r"cannot be captured in a CUDA graph.* pass a plan"):
-        survey(problem)
+        kernel_survey(call, flat)
 
 
 def test_tables_and_launches_are_prepared_once() -> None:
@@ -138,10 +133,10 @@ def test_tables_and_launches_are_prepared_once() -> None:
     assert table(range, cpu, 3).tolist() == [0, 1, 2]
     assert table(range, cpu, 4).tolist() == [0, 1, 2, 3]
     triton, tensor = TritonBackend(), torch.zeros(1, 2, 70, 16)
-    problem = checked(tensor, tensor, tensor, Options()).flat()
-    spec = Spec(1, ((1.0, 1.0),) * 2, (0, 1), (0, 0), None, bounds.survey(problem), problem, None)
-    sizes = triton._sizes(spec, problem.q, problem.v, True)
-    assert forward_launches(sizes) is forward_launches(triton._sizes(spec, problem.q, problem.v, True))
-    assert forward_launches(sizes) is not forward_launches(sizes._replace(n=71))
+    call, flat = checked(tensor, tensor, tensor)
+    spec = Batch(call, ((1.0, 1.0),) * 2, (0, 0), survey(call, flat), flat)
+    sizes = triton.sizes(spec, True)
+    assert forward_launches(sizes) is forward_launches(triton.sizes(spec, True))
+    assert forward_launches(sizes) is not forward_launches(sizes._replace(call=call._replace(n=71)))
     assert gradient_launches(sizes) is gradient_launches(sizes._replace())
     assert gradient_launches(sizes) is not gradient_launches(sizes._replace(degree=2))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthgauge.fast_attention.theory.minimax import (
+from depthgauge.fast_attention.bounds import (
     SMALLEST_INDEX,
     _error_by_cells,
     at_index,

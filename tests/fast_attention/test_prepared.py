@@ -8,32 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_settings import DEVICE
+from kernel_settings import DEVICE, checked
 from torch import Tensor
 
 import depthgauge as dg
-from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.arguments import checked
-from depthgauge.fast_attention.decide import chooser as chooser_module
-from depthgauge.fast_attention.decide.chooser import chooser_for
-from depthgauge.fast_attention.decide.decision import decided
-from depthgauge.fast_attention.decide.prepared import PreparedCall, prepared_for
-from depthgauge.fast_attention.polynomial_path import run
-from depthgauge.fast_attention.problem import Options, Request
-from depthgauge.fast_attention.theory.bounds import score_bound
-from depthgauge.fast_attention.theory.minimax import grid_index
-from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.survey import survey, surveyed
+from depthgauge.fast_attention import plan as plan_module
+from depthgauge.fast_attention.bounds import Survey, grid_index, score_bound
+from depthgauge.fast_attention.call import Call, Tensors
+from depthgauge.fast_attention.launches import Launch
+from depthgauge.fast_attention.plan import PreparedCall, decided, prepared_for
+from depthgauge.fast_attention.triton_backend import TritonBackend, kernel_survey, outward, surveyed
 
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
     """Kernels with small causal blocks that centre float32 after the sums: the interpreter cannot multiply bfloat16."""
     found = TritonBackend(causal_block=128, centred_after=(torch.float32,))
-    monkeypatch.setattr(backends, "TRITON", found)
-    for module in (backends, chooser_module):
-        monkeypatch.setattr(module, "backend_for", lambda _, degree: found if degree in (1, 2) else backends.TORCH_GPU)
+    others = plan_module.TORCH_GPU
+    monkeypatch.setattr(plan_module, "backend_for", lambda _, degree: found if degree in (1, 2) else others)
     prepared_for.cache_clear()
     return found
 
@@ -46,14 +38,23 @@ def draw(n: int = 300, m: int = 260, groups: int = 1, size: float = 0.06, seed: 
     return [x.to(DEVICE) for x in (q, k, v)]
 
 
-def request_of(q: Tensor, k: Tensor, v: Tensor, force: str | None = "polynomial", causal: bool = False) -> Request:
-    options = Options(is_causal=causal, scale=1.0, force=force, enable_gqa=q.shape[1] != k.shape[1])
-    return checked(q, k, v, options)
+def call_for(
+    q: Tensor, k: Tensor, v: Tensor, force: str | None = "polynomial", causal: bool = False
+) -> tuple[Call, Tensors]:
+    return checked(q, k, v, is_causal=causal, scale=1.0, force=force, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def prepared(request: Request, is_trained: bool = False) -> Any:
-    n, m = request.q.shape[-2], request.k.shape[-2]
-    return prepared_for(request.rules, n, m, request.needs_gradients, is_trained)
+def computed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Return what a prepared call computes: an output, None if it is exact, or a survey."""
+    return PreparedCall(call_for(q, k, v, **options)[0]).usual(q, k, v)
+
+
+def by_decision(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    call, flat = call_for(q, k, v, **options)
+    prepared = PreparedCall(call)
+    decision = decided(prepared, flat, kernel_survey(call, flat.detach()))
+    assert decision is not None
+    return decision.run(flat, False)[0].reshape(*q.shape[:-1], v.shape[-1])
 
 
 @pytest.mark.kernels
@@ -63,14 +64,9 @@ def prepared(request: Request, is_trained: bool = False) -> Any:
 )
 def test_the_output_is_that_of_a_decision(n: int, m: int, groups: int, causal: bool) -> None:
     given = draw(n, m, groups)
-    request = request_of(*given, causal=causal)
-    problem = request.flat()
-    decision = decided(problem, chooser_for(request.rules, n, m, False, False))
-    assert decision is not None
-    wanted = request.shaped(run(problem, decision, False)[0])
-    found = prepared(request)(*given)
+    found = computed(*given, causal=causal)
     assert isinstance(found, Tensor)
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, by_decision(*given, causal=causal))
     assert found.shape == given[0].shape
 
 
@@ -82,12 +78,7 @@ def test_the_gradients_are_those_of_a_decision(
 ) -> None:
     given = [x.requires_grad_(need) for x, need in zip(draw(n, m, groups, 0.03), needed, strict=True)]
     leaves = [x for x in given if x.requires_grad]
-    request = request_of(*given, causal=causal)
-    problem = request.flat()
-    decision = decided(problem, chooser_for(request.rules, n, m, request.needs_gradients, False))
-    assert decision is not None
-    wanted = request.shaped(run(problem, decision, False)[0])
-    found = prepared(request, is_trained=True)(*given)
+    wanted, found = by_decision(*given, causal=causal), computed(*given, causal=causal)
     assert torch.equal(found, wanted)
     up = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for one, other in zip(*(torch.autograd.grad(x, leaves, up) for x in (found, wanted)), strict=True):
@@ -98,7 +89,7 @@ def test_the_gradients_are_those_of_a_decision(
 @pytest.mark.kernels
 def test_an_output_with_gradients_is_freed_with_its_last_reference() -> None:
     given = [x.requires_grad_() for x in draw(70, 60, size=0.03)]
-    call = prepared(request_of(*given), is_trained=True)
+    call = PreparedCall(call_for(*given)[0]).usual
     gc.disable()
     try:
         out = call(*given)
@@ -113,7 +104,7 @@ def test_an_output_with_gradients_is_freed_with_its_last_reference() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN inputs in the numpy of the interpreter
 def test_unusual_numbers_are_left_to_a_decision() -> None:
     q, k, v = draw(70, 60)
-    assert isinstance(prepared(request_of(q, k, v))(q, k, v), Tensor)
+    assert isinstance(computed(q, k, v), Tensor)
     bad = v.clone()
     bad[0, 1, 3, 2] = torch.nan
     for given in (
@@ -121,48 +112,39 @@ def test_unusual_numbers_are_left_to_a_decision() -> None:
         (100 * q, k, v),
     ):  # fmt: skip
         tensors = [x.contiguous() for x in given]
-        assert prepared(request_of(*tensors))(*tensors) is False
-    short = [x[..., :40, :].contiguous() for x in (q, k, v)]
-    assert prepared(request_of(short[0], k, v, causal=True))(short[0], k, v) is False  # keys after the last row
+        found, (call, flat) = computed(*tensors), call_for(*tensors)
+        assert isinstance(found, Survey)
+        wanted = kernel_survey(call, flat)
+        assert (found.query, found.key, found.is_usable) == (wanted.query, wanted.key, wanted.is_usable)
     halves = [x.half() for x in (q, k, v)]
-    assert prepared(request_of(*halves))(*halves) is False  # values of float16 are centred before the sums
+    assert PreparedCall(call_for(*halves)[0]).kernels is None  # values of float16 are centred before the sums
 
 
 @pytest.mark.kernels
 def test_large_scores_are_refused_only_if_all_rows_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser_module.Chooser, "_pays", lambda *_: True)
+    monkeypatch.setattr(PreparedCall, "pays", lambda *_: True)
     q, k, v = draw(70, 60, size=3.0)
-    request = request_of(q, k, v, force=None)
-    assert prepared(request)(q, k, v) is True
+    assert computed(q, k, v, force=None) is None
     q[0, 1, 5] = 0.0
-    assert prepared(request)(q, k, v) is False
-    forced = request_of(*draw(70, 60, size=3.0))
-    assert prepared(forced)(q, k, v) is False
+    assert isinstance(computed(q, k, v, force=None), Survey)
+    assert isinstance(computed(*draw(70, 60, size=3.0)), Survey)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bound_is_never_below_that_of_the_survey(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads have norms that differ by many orders of magnitude."""
-    given, heads, generator = draw(4, 4), 2, random.Random(seed)
-    request = request_of(*given)
-    problem = request.flat()
-    call = PreparedCall(chooser_for(request.rules, 4, 4, False, False), backends.TRITON, is_trained=False)
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(call, "_prepared", lambda *index: asked.append(index))
+    heads, generator = 2, random.Random(seed)
+    call, _ = call_for(*draw(4, 4))
+    prepared, (up, lost) = PreparedCall(call), outward(16)
     for _ in range(50):
         squares = [[10 ** generator.uniform(-9, 9) for _ in range(heads)] for _ in range(4)]
-        rows = [
-            *squares,
-            [generator.uniform(0.1, 9) for _ in range(heads)],
-            [0.1] * heads,
-            [1.0] * heads,
-            [1.0] * heads,
-        ]
-        asked.clear()
-        assert call.decided([x for row in rows for x in row], *given) is False
-        ((index, lowest),) = asked
-        query, key, query_centred, key_centred = ([math.sqrt(x) * call.up + call.lost for x in row] for row in squares)
-        bounds = [score_bound(problem.scale, a, b) for a, b in zip(query, key, strict=True)]
+        sizes = [generator.uniform(0.1, 9) for _ in range(heads)]
+        rows = [*squares, sizes, [0.1] * heads, [1.0] * heads, [1.0] * heads]
+        found = prepared.indices([x for row in rows for x in row])
+        assert found
+        index, lowest = found
+        query, key, query_centred, key_centred = ([math.sqrt(x) * up + lost for x in row] for row in squares)
+        bounds = [score_bound(call.scale, a, b) for a, b in zip(query, key, strict=True)]
         assert index >= grid_index(max(bounds))
         assert index <= grid_index(max(bounds)) + 1
         both = zip(query, query_centred, key, key_centred, strict=True)
@@ -171,25 +153,64 @@ def test_the_bound_is_never_below_that_of_the_survey(seed: int, monkeypatch: pyt
 
 @pytest.mark.kernels
 def test_the_numbers_are_in_the_order_of_the_survey() -> None:
-    request = request_of(*draw(70, 60))
-    problem, call = request.flat(), prepared(request)
-    numbers, found = surveyed(problem)[:16].tolist(), survey(problem)
+    call, flat = call_for(*draw(70, 60))
+    numbers, found, (up, lost) = surveyed(call, flat)[:16].tolist(), kernel_survey(call, flat), outward(16)
     for at, norms in ((0, found.query), (2, found.key), (4, found.query_centred), (6, found.key_centred)):
-        assert norms == [math.sqrt(x) * call.up + call.lost for x in numbers[at : at + 2]]
+        assert norms == [math.sqrt(x) * up + lost for x in numbers[at : at + 2]]
     assert found.value_size == numbers[8:10]
     assert found.query_least == pytest.approx([x**-0.5 for x in numbers[12:14]])
+
+
+# --- what a call costs that ends in exact attention -------------------------------------------------------------------
+
+
+def on_gpu(n: int, width: int = 64, causal: bool = False) -> Call:
+    """A call in bfloat16 with 16 heads on a GPU, which need not exist."""
+    device = torch.device("cuda")
+    return Call(16, 1, n, n, width, width, torch.bfloat16, device, width**-0.5, causal, 1e-3, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "below", "above"),
+    [(64, False, 6200, 6400), (64, True, 11300, 11500), (128, False, 10300, 10600)],
+)
+def test_numbers_are_examined_on_a_gpu_where_degree_2_pays(
+    width: int, causal: bool, below: int, above: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "backend_for", lambda *_: plan_module.TRITON)
+    short, long = PreparedCall(on_gpu(below, width, causal)), PreparedCall(on_gpu(above, width, causal))
+    assert short.pays(1)
+    assert not short.pays(2)
+    assert not short.is_examined
+    assert long.pays(2)
+    assert long.is_examined
+
+
+@pytest.mark.kernels
+def test_a_call_is_surveyed_once_also_if_it_ends_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scores that need a degree that does not pay, no polynomial is computed either: it would take some 15 ms."""
+    monkeypatch.setattr(PreparedCall, "pays", lambda _, degree, *__: degree < 2)
+    monkeypatch.setattr(plan_module, "suited", lambda *_: pytest.fail("a polynomial was computed"))
+    launched: list[int] = []
+    launch = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda own, *given: launched.append(1) or launch(own, *given))
+    given = draw(70, 60, size=0.2)
+    given[0][0, 1, 5] = 0.0  # a row with small scores, so that every head has to be decided
+    call, flat = call_for(*given, force=None)
+    prepared = PreparedCall(call)
+    for _ in range(3):
+        launched.clear()
+        found = prepared.usual(*given)
+        assert isinstance(found, Survey)
+        assert decided(prepared, flat, found) is None
+        assert len(launched) == 1
 
 
 @pytest.mark.gpu
 def test_usual_calls_are_prepared_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[None] = []
-    original = attention_module.prepared_for
-
-    def watched(*kind: Any) -> Any:
-        made.append(None)
-        return original(*kind)
-
-    monkeypatch.setattr(attention_module, "prepared_for", watched)
+    original = PreparedCall.usual
+    monkeypatch.setattr(PreparedCall, "usual", lambda *given: made.append(None) or original(*given))
     q, k, v = draw(300, 300)
     out = dg.attention(q, k, v, scale=1.0, force="polynomial")
     assert len(made) == 1

@@ -10,8 +10,10 @@ from torch import Tensor
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention.decide import decision as decision_module
-from depthgauge.fast_attention.decide.refusals import LONGEST_WAIT, MOST_KINDS, Refusals
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.call import Call, Tensors
+from depthgauge.fast_attention.plan import LONGEST_WAIT, PreparedCall, prepared_for
+from depthgauge.fast_attention.polynomial_path import Backend
 
 
 def draw(size: float, n: int = 2000, seed: int = 0) -> list[Tensor]:
@@ -22,20 +24,21 @@ def draw(size: float, n: int = 2000, seed: int = 0) -> list[Tensor]:
 
 
 LARGE, SMALL = 3e4, 0.01
+CALL = Call(2, 1, 2000, 2000, 4, 4, torch.float32, torch.device("cpu"), 0.5, False, 1e-3, None)
 
 
 @pytest.fixture
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of calls made so far, at every survey."""
     found: list[int] = []
-    original = decision_module.survey_of
-
-    def watched(problem: Any, *others: Any) -> Any:
-        found.append(len(made))
-        return original(problem, *others)
-
     made.clear()
-    monkeypatch.setattr(decision_module, "survey_of", watched)
+    original = Backend.survey
+
+    def watched(backend: Backend, call: Call, tensors: Tensors) -> Survey:
+        found.append(len(made))
+        return original(backend, call, tensors)
+
+    monkeypatch.setattr(Backend, "survey", watched)
     return found
 
 
@@ -124,7 +127,7 @@ def test_calls_that_are_too_short_are_not_remembered() -> None:
     attend = dg.Attention()
     for n in range(1, 30):
         attend(*draw(1.0, n))
-    assert attend._refusals._waits == {}
+    assert attend._calls == {}
 
 
 def test_an_object_has_the_options_of_the_function() -> None:
@@ -141,22 +144,31 @@ def test_an_object_has_the_options_of_the_function() -> None:
 
 
 def test_waits_double_up_to_a_limit_and_end_with_a_polynomial() -> None:
-    refusals, kind = Refusals(), ("a",)
+    prepared = PreparedCall(CALL)
     waits = []
     for _ in range(14):
-        refusals.record(kind, is_refused=True)
+        prepared.record(is_refused=True)
         waits.append(0)
-        while refusals.is_waiting(kind):
+        while prepared.is_waiting():
             waits[-1] += 1
     assert waits == [min(2**r, LONGEST_WAIT) for r in range(14)]
-    refusals.record(kind, is_refused=False)
-    assert not refusals.is_waiting(kind)
-    refusals.record(kind, is_refused=True)
-    assert [refusals.is_waiting(kind) for _ in range(2)] == [True, False]
+    prepared.record(is_refused=False)
+    assert not prepared.is_waiting()
+    prepared.record(is_refused=True)
+    assert [prepared.is_waiting() for _ in range(2)] == [True, False]
 
 
-def test_the_number_of_kinds_is_limited() -> None:
-    refusals = Refusals()
-    for at in range(3 * MOST_KINDS):
-        refusals.record((at,), is_refused=True)
-        assert len(refusals._waits) <= MOST_KINDS
+def test_the_number_of_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "MOST_CALLS", 3)
+    attend = dg.Attention()
+    for n in range(2000, 2010):
+        attend(*draw(LARGE, n))
+        assert len(attend._calls) <= 3
+
+
+def test_what_an_object_remembers_is_not_seen_by_others() -> None:
+    one, other = dg.Attention(), dg.Attention()
+    one(*draw(LARGE))
+    ((call, prepared),) = one._calls.items()
+    assert other._calls == {}
+    assert prepared_for(call) is not prepared

@@ -24,13 +24,11 @@ from drawn_calls import EXTREME, ODD_WIDTHS, WIDTHS, Drawn, Limits, draw_call, d
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.arguments import kept_rules_of
+from depthgauge.fast_attention import plan as plan_module
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.decide.chooser import chooser_for
-from depthgauge.fast_attention.plan import AttentionPlan
-from depthgauge.fast_attention.theory.cost import Rates
-from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.call import Rates, kept_validated
+from depthgauge.fast_attention.plan import AttentionPlan, prepared_for
+from depthgauge.fast_attention.triton_backend import TritonBackend
 
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18, torch.float64: 2.0**-44}
 """The unit to which products and results of a dtype are rounded; float32 operands are products of TF32 parts."""
@@ -244,7 +242,9 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool, is_compared: bool = 
 @contextmanager
 def cheap_polynomials() -> Iterator[None]:
     """Predict that polynomials cost next to nothing, so that unforced calls of any size choose them where they can."""
-    places: list[tuple[Any, str]] = [(b, "rates") for b in (TritonBackend, backends.TORCH_GPU, backends.TORCH_CPU)]
+    places: list[tuple[Any, str]] = [
+        (b, "rates") for b in (TritonBackend, plan_module.TORCH_GPU, plan_module.TORCH_CPU)
+    ]
     for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
         places += [(module, name) for name in ("GPU_TRITON", "CPU") if isinstance(getattr(module, name, None), Rates)]
     before = [getattr(*place) for place in places]
@@ -262,8 +262,8 @@ def cheap_polynomials() -> Iterator[None]:
 
 def forget() -> None:
     """Forget what was computed with other rates."""
-    kept_rules_of.cache_clear()  # type: ignore[attr-defined]
-    chooser_for.cache_clear()
+    kept_validated.cache_clear()  # type: ignore[attr-defined]
+    prepared_for.cache_clear()
 
 
 @dataclass(frozen=True)

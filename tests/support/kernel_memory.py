@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.triton.launch import Launch
+from depthgauge.fast_attention.launches import Launch
 
 MARGIN = 2**18
 """Bytes before and after every tensor."""

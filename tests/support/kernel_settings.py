@@ -14,11 +14,9 @@ import torch
 from naive_attention import polynomial_attention
 from torch import Tensor
 
-from depthgauge.fast_attention.arguments import checked
-from depthgauge.fast_attention.decide.decision import decide
-from depthgauge.fast_attention.polynomial_path import make_spec
-from depthgauge.fast_attention.problem import Options, Problem
-from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.call import Call, Tensors, call_of
+from depthgauge.fast_attention.plan import decide
+from depthgauge.fast_attention.polynomial_path import Batch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
@@ -45,19 +43,26 @@ def _moved(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(DEVICE)
 
 
-def on_device(spec: Spec, problem: Problem) -> tuple[Spec, Problem]:
-    """Return copies of both with all tensors on the device of the kernels."""
-
-    def of(p: Problem) -> Problem:
-        return Problem(p.q.to(DEVICE), p.k.to(DEVICE), p.v.to(DEVICE), p.scale, p.causal, _moved(p.keep))
+def on_device(spec: Batch) -> Batch:
+    """Return a copy with all tensors on the device of the kernels."""
 
     survey = copy.copy(spec.survey)
     survey.query_centre, survey.key_centre = spec.survey.query_centre.to(DEVICE), spec.survey.key_centre.to(DEVICE)
     survey.values = None
-    own = replace(
-        spec, exact_rows=_moved(spec.exact_rows), keep=_moved(spec.keep), survey=survey, problem=of(spec.problem)
-    )
-    return own, of(problem)
+    assert spec.tensors is not None
+    tensors, call = Tensors(*map(_moved, spec.tensors)), spec.call._replace(device=DEVICE)  # type: ignore[arg-type]
+    return replace(spec, call=call, exact_rows=_moved(spec.exact_rows), survey=survey, tensors=tensors)
+
+
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, key_padding: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, tolerance: float = 1e-3, scale: float | None = None,
+    enable_gqa: bool = False, force: str | None = None,
+) -> tuple[Call, Tensors]:  # fmt: skip
+    """Return the call and the flat tensors of these arguments of `attention`."""
+    flags = dropout_p, is_causal, tolerance, scale, enable_gqa, force
+    given, call = call_of(Tensors(q, k, v, key_padding, attn_mask), flags)
+    return call, given.flat(call)
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,8 @@ class Setting:
     is_uneven: bool = False
     size: float = 1.0
 
-    def draw(self, dtype: torch.dtype) -> tuple[Spec, Problem]:
-        """Return the description of the polynomial path, decided on the CPU, and the problem."""
+    def draw(self, dtype: torch.dtype) -> tuple[Batch, Tensors]:
+        """Return the batch of all heads, decided on the CPU, and its tensors."""
         generator = torch.Generator().manual_seed(0)
         factor = ({1: 0.004, 2: 0.06}[self.degree] * self.size / self.d**0.5) ** 0.5
         q = (factor * torch.randn(1, 2 * self.groups, self.n, self.d, generator=generator) + self.shift).to(dtype)
@@ -93,33 +98,33 @@ class Setting:
         if self.is_uneven:
             k[:, 1] *= 0.75
         padding = (torch.arange(self.m) % 5 == 3)[None] if self.padded else None
-        options = Options(
-            is_causal=self.causal, tolerance=1e-2, scale=1.0, key_padding=padding, enable_gqa=self.groups > 1,
+        call, flat = checked(
+            q, k, v, is_causal=self.causal, tolerance=1e-2, scale=1.0, key_padding=padding, enable_gqa=self.groups > 1,
             force="polynomial",
         )  # fmt: skip
-        request = checked(q, k, v, options)
-        problem = request.flat()
-        decision = decide(request, problem)
+        decision = decide(call, flat)
         degrees = {None if choice.polynomial is None else choice.polynomial.degree for choice in decision.choices}
         assert degrees == {self.degree}
         assert (decision.choices[0].centring == 2) == (self.shift > 0 or self.long_rows)
-        spec = make_spec(problem, decision, list(range(problem.heads)), self.degree)
+        spec = decision.batch(flat, range(call.heads))
         assert (spec.exact_rows is not None) == self.long_rows
         assert not self.is_uneven or len(set(spec.coefficients)) > 1
-        return on_device(spec, problem)
+        spec = on_device(spec)
+        assert spec.tensors is not None
+        return spec, spec.tensors
 
 
-def expected(spec: Spec, problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], block: int) -> Tensor:
+def expected(spec: Batch, tensors: tuple[Tensor, Tensor, Tensor], block: int) -> Tensor:
     """Compute the definition in float64 for q, k and v, with exact causal blocks of the given size."""
     q, k, v = tensors
-    keep = None if spec.keep is None else spec.keep[:, None]
+    keep = None if spec.padding is None else ~spec.padding[:, None]
     coefficients = torch.tensor(spec.coefficients, dtype=torch.float64, device=q.device)[:, None]
     centres = spec.query_centre.double()[:, None], spec.key_centre.double()[:, None]
-    causal_block = block if problem.causal else None
-    return polynomial_attention(q, k[:, None], v[:, None], coefficients, spec.scale, centres, keep, causal_block)
+    causal_block = block if spec.call.causal else None
+    return polynomial_attention(q, k[:, None], v[:, None], coefficients, spec.call.scale, centres, keep, causal_block)
 
 
-def double_leaves(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def double_leaves(problem: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in float64 as leaves that require gradients."""
     q, k, v = (x.double().requires_grad_() for x in (problem.q, problem.k, problem.v))
     return q, k, v

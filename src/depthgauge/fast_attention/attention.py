@@ -1,24 +1,42 @@
-"""`attention` and `attention_plan`: scaled_dot_product_attention with a guaranteed error, fast for small scores."""
+"""`attention`, `attention_plan` and `Attention`: torch's attention with a guaranteed error, fast for small scores."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from depthgauge.base.errors import InputError, require_type
+from depthgauge.base.errors import InputError, require_positive, require_type
 from depthgauge.fast_attention import exact_path as exact
-from depthgauge.fast_attention.arguments import broadcast, check_tokens, checked, rules_for
-from depthgauge.fast_attention.autograd import is_autocast, is_watched, without_autocast
-from depthgauge.fast_attention.backends import notes
-from depthgauge.fast_attention.decide.chooser import CallKind, chooser_for
-from depthgauge.fast_attention.decide.decision import Decision, decide, decided
-from depthgauge.fast_attention.decide.prepared import prepared_for
-from depthgauge.fast_attention.decide.refusals import Refusals
-from depthgauge.fast_attention.following import fixed, followed
-from depthgauge.fast_attention.plan import AttentionPlan, exact_plan
-from depthgauge.fast_attention.polynomial_path import run
-from depthgauge.fast_attention.problem import Options, Problem, Request, autocast_tensors, is_capturing, is_dual
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.call import (
+    Call,
+    Flags,
+    Tensors,
+    arguments_of,
+    autocast_tensors,
+    call_of,
+    is_autocast,
+    is_capturing,
+    is_dual,
+    is_watched,
+    with_tokens,
+    without_autocast,
+)
+from depthgauge.fast_attention.plan import (
+    AttentionPlan,
+    PreparedCall,
+    backend_for,
+    decide,
+    decided,
+    exact_plan,
+    prepared_for,
+    shapes_of,
+)
+from depthgauge.fast_attention.polynomial_path import Batch
 
+MOST_CALLS = 4096
+"""The most kinds of calls that an `Attention` object remembers. With more, it forgets all."""
 Output = Tensor | tuple[Tensor, Tensor]
 
 
@@ -83,107 +101,8 @@ def attention(
     >>> bool((attention(q, k, v) - exact).abs().max() < 1e-3)
     True
     """
-    options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
-    return attend(q, k, v, options, return_bound, plan)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    return_bound: bool = False,
-    plan: AttentionPlan | None = None,
-    refusals: Refusals | None = None,
-) -> Output:
-    """Compute `attention`. Calls that `refusals` lets wait are exact without a survey."""
-    if isinstance(q, Tensor) and is_autocast(q):
-        q, k, v, mask = autocast_tensors(q, k, v, options.attn_mask)
-        with without_autocast(q):
-            return attend(q, k, v, options._replace(attn_mask=mask), return_bound, plan, refusals)
-    is_compiling = torch.compiler.is_compiling()
-    rules = rules_for(q, k, v, options, is_compiling)
-    if rules is None:
-        q, k, v, is_grouped = broadcast(q, k, v, options.enable_gqa)
-        return attend(q, k, v, options._replace(enable_gqa=is_grouped), return_bound, plan, refusals)
-    (n, m), padding, force = (q.shape[-2], k.shape[-2]), options.key_padding, rules.force
-    if padding is not None or m != v.shape[-2]:
-        check_tokens(k, v, padding)
-    if plan is not None or is_compiling:
-        return _undecided(Request(q, k, v, options, rules), plan, return_bound)
-    is_exact, kind = rules.is_exact or n * m <= rules.most_pairs, None
-    if not is_exact:
-        kind = rules, n, m, torch.is_grad_enabled() and (q.requires_grad or k.requires_grad), padding is not None
-        # Where no polynomial pays, numbers need not be read; in the capture of a CUDA graph they cannot be read.
-        is_exact = force is None and (chooser_for(*kind).largest_bound == 0 or is_capturing(q))
-        is_exact = is_exact or (refusals is not None and force is None and refusals.is_waiting(kind))
-    is_plain = padding is None and not return_bound
-    if kind is not None and not is_exact and is_plain and _is_usual(q, k, v, options):
-        is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        with on_device(q):
-            result = prepared_for(rules, n, m, kind[3], is_trained)(q, k, v)
-        if refusals is not None and force is None and result is not False:
-            refusals.record(kind, is_refused=result is True)
-        if isinstance(result, Tensor):
-            return result
-        is_exact = result
-    if is_exact and is_plain:
-        return exact.sdpa(q, k, v, options.attn_mask, rules.named)
-    request, found = Request(q, k, v, options, rules), None
-    with on_device(q):
-        if kind is not None and not is_exact:
-            found = _decision(request, kind)
-            if refusals is not None and force is None:
-                refusals.record(kind, found is None)
-        if found is None:
-            out = exact.call(request)
-            return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
-        flat, bound = run(*found, return_bound)
-    return request.shaped(flat) if bound is None else (request.shaped(flat), request.shaped(bound))
-
-
-def _is_usual(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Return whether q, k and v are contiguous on a GPU, without a mask, dropout, hooks on gradients and a capture."""
-    if not q.is_cuda or options.attn_mask is not None or options.dropout_p > 0:
-        return False
-    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or is_dual(q, k, v) or is_watched(q, k, v):
-        return False
-    return exact.have_addresses(q, k, v) and not torch.cuda.is_current_stream_capturing()
-
-
-def _decision(request: Request, kind: CallKind) -> tuple[Problem, Decision] | None:
-    """Return the problem and a decision in which some head has a polynomial, or None if the call is exact."""
-    if exact.why_exact(request) is not None:
-        return None
-    problem = request.flat()
-    decision = decided(problem, chooser_for(*kind))
-    return None if decision is None else (problem, decision)
-
-
-def _undecided(request: Request, plan: AttentionPlan | None, return_bound: bool) -> Output:
-    """Compute `attention` without looking at numbers: by a plan, or exactly in code compiled by torch.compile."""
-    options = request.options
-    if plan is None:
-        if options.force == "polynomial":
-            raise InputError(
-                'force="polynomial" is not possible inside torch.compile: the decision depends on numbers; make a plan '
-                "with attention_plan before and pass it as plan"
-            )
-        out = exact.call(request)
-        return (out, out.new_zeros(out.shape[:-1], dtype=torch.float64)) if return_bound else out
-    require_type("plan", plan, AttentionPlan, "what attention_plan returns, or None")
-    if return_bound or options.force is not None:
-        raise InputError("plan cannot be combined with force or return_bound; a plan has its own guarantee")
-    if options.attn_mask is not None or options.dropout_p > 0 or options.key_padding is not None:
-        raise InputError("plan cannot be combined with a mask, dropout or padding; call attention without plan")
-    return exact.call(request) if plan.path == "exact" else followed(request, plan)
-
-
-def on_device(tensor: object) -> AbstractContextManager[object]:
-    """Return a context in which kernels are launched on the GPU of this tensor."""
-    if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
+    flags = dropout_p, is_causal, tolerance, scale, enable_gqa, force
+    return attend(Tensors(q, k, v, key_padding, attn_mask), flags, return_bound, plan)
 
 
 def attention_plan(
@@ -224,14 +143,291 @@ def attention_plan(
         InputError: An argument is invalid, or the polynomial path is forced where it does not exist.
         GuaranteeError: The polynomial path is forced where it cannot meet the tolerance.
     """
-    if isinstance(q, Tensor) and is_autocast(q):
-        q, k, v, attn_mask = autocast_tensors(q, k, v, attn_mask)
-    options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
-    request = checked(q, k, v, options)
-    reason = exact.why_exact(request)
+    given = _as_cast(Tensors(q, k, v, key_padding, attn_mask))
+    given, call = call_of(given, (dropout_p, is_causal, tolerance, scale, enable_gqa, force))
+    reason = exact.why_exact(call, given)
     if reason is not None:
-        return exact_plan(request, reason)
-    problem = request.flat()
-    with on_device(q), without_autocast(problem.q):
-        decision = decide(request, problem)
-        return decision.plan(request, notes(problem.q.device), fixed(decision, request))
+        return exact_plan(call, given, reason)
+    with on_device(q), without_autocast(q):
+        return decide(call, given.flat(call)).plan(given)
+
+
+class Attention:
+    """Attention with a guaranteed error that remembers decisions by shape. It is called like `attention`.
+
+    A call whose numbers of tokens are too small for a polynomial to pay is exact, and its numbers are not examined. Any
+    other call is examined as in `attention`, and a polynomial is used only where the numbers prove the tolerance. If
+    exact attention was chosen for all heads, the next calls with the same shapes, dtype and options are exact without
+    being examined: 1 call, and twice as many after every further such choice, up to 1,024; `reset` ends this.
+
+    Args:
+        tolerance: The largest error of an output entry, as a fraction of the range of its values.
+
+    Raises:
+        InputError: The tolerance is not a positive number.
+
+    >>> import torch
+    >>> attend = Attention(tolerance=1e-3)
+    >>> q = k = v = torch.eye(4)
+    >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> bool((attend(q, k, v) - exact).abs().max() < 1e-3)
+    True
+    """
+
+    def __init__(self, tolerance: float = 1e-3) -> None:
+        self.tolerance = require_positive(
+            "tolerance", tolerance, "the largest error of an output entry, as a fraction of the range of its values"
+        )
+        self._calls: dict[Call, PreparedCall] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        key_padding: Tensor | None = None,
+        enable_gqa: bool = False,
+        force: str | None = None,
+        return_bound: bool = False,
+        plan: AttentionPlan | None = None,
+    ) -> Output:
+        """Compute softm(s q kᵀ) v within the tolerance. The arguments and errors are those of `attention`."""
+        flags = dropout_p, is_causal, self.tolerance, scale, enable_gqa, force
+        return attend(Tensors(q, k, v, key_padding, attn_mask), flags, return_bound, plan, self._calls)
+
+    def reset(self) -> None:
+        """Forget all decisions: the next call of every shape is examined again."""
+        self._calls.clear()
+
+    def __repr__(self) -> str:
+        return f"Attention(tolerance={self.tolerance:g})"
+
+
+# --- how a call travels -----------------------------------------------------------------------------------------------
+
+
+def attend(
+    given: Tensors,
+    flags: Flags,
+    return_bound: bool,
+    plan: AttentionPlan | None,
+    calls: dict[Call, PreparedCall] | None = None,
+) -> Output:
+    """Compute `attention`. `calls` is what an object remembers: it looks less often after refusals."""
+    if isinstance(given.q, Tensor) and is_autocast(given.q):
+        given = _as_cast(given)
+        with without_autocast(given.q):
+            return _attend(*arguments_of(given, flags), return_bound, plan, calls)
+    return _attend(*arguments_of(given, flags), return_bound, plan, calls)
+
+
+def _as_cast(given: Tensors) -> Tensors:
+    """Return the tensors as torch's attention gets them under autocast."""
+    return Tensors(*autocast_tensors(*given)) if isinstance(given.q, Tensor) and is_autocast(given.q) else given
+
+
+def _attend(
+    given: Tensors, call: Call, return_bound: bool, plan: AttentionPlan | None, calls: dict[Call, PreparedCall] | None
+) -> Output:
+    """Compute a call by a plan, by polynomials, or exactly. The call has no tokens yet: see `arguments_of`."""
+    if plan is not None:
+        require_type("plan", plan, AttentionPlan, "what attention_plan returns, or None")
+        if return_bound or call.force is not None:
+            raise InputError("plan cannot be combined with force or return_bound; a plan has its own guarantee")
+        if given.mask is not None or "dropout_p" in dict(call.named) or given.padding is not None:
+            raise InputError("plan cannot be combined with a mask, dropout or padding; call attention without plan")
+        if plan.path != "exact":
+            return followed(with_tokens(call, given), given, plan)
+    elif not torch.compiler.is_compiling():
+        found = polynomial(call, given, return_bound, calls)
+        if found is not None:
+            return found
+    elif call.force == "polynomial":
+        raise InputError(
+            'force="polynomial" is not possible inside torch.compile: the decision depends on numbers; make a plan '
+            "with attention_plan before and pass it as plan"
+        )
+    out = exact.call_torch(call, given)
+    return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
+
+
+def polynomial(call: Call, given: Tensors, return_bound: bool, calls: dict[Call, PreparedCall] | None) -> Output | None:
+    """Compute a call in which a polynomial is chosen for some head. Return None if the call is exact.
+
+    No other function decides this. A call is exact without a look at its numbers if its options, its sizes or the modes
+    of torch allow nothing else, or if `calls` lets it wait.
+    """
+    q, k, v, _, _ = given
+    if call.is_exact or q.shape[-2] * k.shape[-2] <= call.most_pairs:
+        return None
+    call = with_tokens(call, given)
+    if call.force is None:
+        prepared = _prepared(call, calls)
+        # Where no polynomial pays, numbers need not be read; in the capture of a CUDA graph they cannot be read.
+        if not prepared.is_examined or is_capturing(q) or (calls is not None and prepared.is_waiting()):
+            return None
+    is_usual = not return_bound and _is_usual(call, given)
+    if not is_usual and exact.why_exact(call, given) is not None:
+        return None
+    prepared = _prepared(call, calls)
+    with on_device(q):
+        flat, found = given, None
+        if is_usual and prepared.kernels is not None:
+            found = prepared.usual(q, k, v)
+        else:
+            flat = given.flat(call)
+            found = prepared.backend(2).survey(call, flat.detach())
+        decision = None
+        if isinstance(found, Survey):
+            flat = given.flat(call) if flat is given else flat
+            decision = decided(prepared, flat, found)
+        if calls is not None:
+            prepared.record(is_refused=decision is None and not isinstance(found, Tensor))
+        if decision is None:
+            return found if isinstance(found, Tensor) else None
+        out, bound = decision.run(flat, return_bound)
+    shape = q.shape[:-1]
+    out = out.reshape(*shape, call.e)
+    return out if bound is None else (out, bound.reshape(shape))
+
+
+def _prepared(call: Call, calls: dict[Call, PreparedCall] | None) -> PreparedCall:
+    """Return what was prepared for a call, by an object if `calls` is given."""
+    if calls is None:
+        return prepared_for(call)
+    prepared = calls.get(call)
+    if prepared is None:
+        if len(calls) >= MOST_CALLS:
+            calls.clear()
+        prepared = calls[call] = PreparedCall(call)
+    return prepared
+
+
+def _is_usual(call: Call, given: Tensors) -> bool:
+    """Return whether q, k and v are contiguous on a GPU, all keys count, and no mode of torch needs another path."""
+    q, k, v, padding, mask = given
+    if not q.is_cuda or mask is not None or padding is not None or k.shape[-2] != call.m:
+        return False
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or is_dual(q, k, v) or is_watched(q, k, v):
+        return False
+    if "dropout_p" in dict(call.named) or not (q.numel() and k.numel() and v.numel()):
+        return False
+    return exact.have_addresses(q, k, v) and not torch.cuda.is_current_stream_capturing()
+
+
+def on_device(tensor: object) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on the GPU of this tensor."""
+    if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+# --- calls that follow a plan -----------------------------------------------------------------------------------------
+
+
+def followed(call: Call, given: Tensors, plan: AttentionPlan) -> Tensor:
+    """Compute attention by a plan with one polynomial for all heads: no number is copied to the host.
+
+    The device checks that the scores of every call stay within the largest bound that the polynomial covers, and counts
+    the calls that do not. Such calls can be captured in a CUDA graph.
+
+    Raises:
+        InputError: The plan cannot be followed, or was made for other arguments.
+    """
+    own, shapes = plan.fixed, shapes_of(given)
+    if isinstance(own, str) or plan.violations is None:
+        raise InputError(f"the plan cannot be followed: {own}; call attention without plan")
+    if shapes != plan.shapes or call.dtype != plan.dtype:
+        raise InputError(
+            f"the plan was made for q, k, v of shapes {_listed(plan.shapes)} in {plan.dtype}, got {_listed(shapes)} in "
+            f"{call.dtype}; make a plan for these tensors with attention_plan"
+        )
+    if _options(call) != _options(plan.call):
+        raise InputError(
+            f"the plan was made with (is_causal, tolerance, scale, enable_gqa) = {_options(plan.call)}, got "
+            f"{_options(call)}; make a plan with the same options"
+        )
+    wanted = [x.requires_grad and torch.is_grad_enabled() for x in given[:3]]
+    if any(wanted[:2]) and not plan.call.gradients:
+        raise InputError(
+            "the plan was made for tensors that require no gradients; make it with tensors that require them, or call "
+            "attention under torch.no_grad()"
+        )
+    numbers = plan.violations, own.coefficients, own.bound, *plan.norms
+    if torch.compiler.is_compiling():
+        if any(wanted):
+            raise InputError("a plan has no gradients inside torch.compile; call attention without plan there")
+        causal, _, scale, is_grouped = _options(call)
+        out: Tensor = planned_attention(*given[:3], *numbers, scale, causal, is_grouped)
+        return out
+    return _followed(call, given, *numbers)
+
+
+def _options(call: Call) -> tuple[bool, float, float, bool]:
+    """Return is_causal, tolerance, scale and enable_gqa."""
+    return call.causal, call.tolerance, call.scale, "enable_gqa" in dict(call.named)
+
+
+def _listed(shapes: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def _followed(
+    call: Call,
+    given: Tensors,
+    violations: Tensor,
+    coefficients: Sequence[float],
+    bound: float,
+    query: Sequence[float],
+    key: Sequence[float],
+) -> Tensor:
+    """Compute attention by one polynomial and add 1 to `violations` if the scores may exceed `bound`.
+
+    The norms of q and k, `query` and `key`, only balance the two before they are summed.
+    """
+    flat, survey = given.flat(call), Survey(call)
+    survey.query, survey.key = list(query), list(key)
+    with without_autocast(flat.q):
+        with torch.no_grad():
+            tensors = flat.detach()
+            survey.query_centre = survey.key_centre = flat.q.new_zeros(call.heads, call.d, dtype=call.working)
+            batch = Batch(call, (tuple(coefficients),) * call.heads, (0,) * call.heads, survey, tensors)
+            backend = backend_for(call, batch.degree)
+            if is_capturing(flat.q) and not backend.is_capturable(call):
+                raise InputError(
+                    "this plan cannot be followed in a CUDA graph: only bfloat16 tensors of widths that the Triton "
+                    'kernels support can; use force="exact" inside the graph'
+                )
+            violations += backend.is_outside(call, tensors, bound)
+        out, _ = backend.compute(batch, *flat[:3], False)
+    return out.reshape(*given.q.shape[:-1], call.e)
+
+
+@torch.library.custom_op("depthgauge::planned_attention", mutates_args=("violations",))
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    violations: Tensor,
+    coefficients: Sequence[float],
+    bound: float,
+    query: Sequence[float],
+    key: Sequence[float],
+    scale: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention by a plan, as one operation of a compiled graph."""
+    given, call = call_of(Tensors(q, k, v), (0.0, is_causal, 1.0, scale, enable_gqa, None))
+    with torch.no_grad():
+        return _followed(call, given, violations, coefficients, bound, query, key)
+
+
+@planned_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_others: object) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -22,8 +22,7 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.base.errors import InputError
-from depthgauge.fast_attention.autograd import is_watched
-from depthgauge.fast_attention.problem import Problem, Request, is_dual
+from depthgauge.fast_attention.call import Call, Tensors, is_dual, is_watched
 
 MASK_ENTRIES = 2**27
 """The largest number of mask entries that are created at once."""
@@ -153,79 +152,77 @@ def _has_odd_stride(x: Tensor, step: int) -> bool:
     )
 
 
-def why_exact(request: Request) -> str | None:
-    """Return why the request needs the exact path, or None if the polynomial path can compute it."""
-    options, reason = request.options, None
-    if options.attn_mask is not None:
+def why_exact(call: Call, given: Tensors) -> str | None:
+    """Return why a call needs the exact path, or None if the polynomial path can compute it."""
+    q, k, v, padding, mask = given
+    reason = None
+    if mask is not None:
         reason = "the polynomial path does not support a general mask"
-    elif options.dropout_p > 0:
+    elif any(name == "dropout_p" for name, _ in call.named):
         reason = "the polynomial path does not support dropout"
-    elif options.key_padding is not None and bool(options.key_padding.all(dim=-1).any()):
+    elif padding is not None and bool(padding.all(dim=-1).any()):
         reason = "a batch has padding keys only"
-    elif request.q.numel() == 0 or request.k.numel() == 0 or request.v.numel() == 0:
+    elif q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         reason = "q, k or v is empty"
-    elif is_dual(request.q, request.k, request.v):
+    elif is_dual(q, k, v):
         reason = "the polynomial path does not support forward-mode derivatives"
-    elif not have_addresses(request.q, request.k, request.v):
+    elif not have_addresses(q, k, v):
         reason = "the polynomial path does not support torch.vmap and torch.func"
-    elif options.is_causal and options.key_padding is not None and bool(options.key_padding[..., 0].any()):
+    elif call.causal and padding is not None and bool(padding[..., 0].any()):
         reason = "the first key is padding, so the first causal row has no key"
-    elif options.force is None and is_watched(request.q, request.k, request.v):
+    elif call.force is None and is_watched(q, k, v):
         return WATCHED
-    if reason is not None and options.force == "polynomial":
+    if reason is not None and call.force == "polynomial":
         raise InputError(f'force="polynomial" is not possible: {reason}; leave force unset')
-    return 'force="exact" was given' if reason is None and options.force == "exact" else reason
+    return 'force="exact" was given' if reason is None and call.force == "exact" else reason
 
 
-def call(request: Request) -> Tensor:
+def call_torch(call: Call, given: Tensors) -> Tensor:
     """Compute a whole call, with padding as a mask."""
-    options, named = request.options, request.rules.named
-    mask, padding = options.attn_mask, options.key_padding
+    q, k, v, padding, mask = given
+    named = dict(call.named)
     if padding is not None:
-        keep = ~padding[..., None, None, :] if request.k.ndim > 2 else ~padding[None]
-        if options.is_causal:
-            shape = (request.q.shape[-2], request.k.shape[-2])
-            keep = keep & torch.ones(shape, dtype=torch.bool, device=keep.device).tril()
-            named = {**named, "is_causal": False}
+        keep = ~padding[..., None, None, :] if k.ndim > 2 else ~padding[None]
+        if named.pop("is_causal", False):
+            keep = keep & torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=keep.device).tril()
         if mask is not None:
             keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
         mask = keep
-    return sdpa(request.q, request.k, request.v, mask, named)
+    return sdpa(q, k, v, mask, named)
 
 
-def heads(problem: Problem) -> Tensor:
-    """Compute all rows of a problem: [N, G, n, e]."""
-    groups, n = problem.q.shape[1:3]
-    if problem.keep is None:
-        k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
-        return sdpa(problem.q, k, v, None, {"scale": problem.scale, "is_causal": problem.causal})
-    positions = torch.arange(n, device=problem.k.device).repeat(problem.heads, groups)
-    return rows(problem, problem.q.flatten(1, 2), positions).view(problem.heads, groups, n, -1)
+def heads(call: Call, tensors: Tensors) -> Tensor:
+    """Compute all rows of flat tensors: [N, G, n, e]."""
+    if tensors.padding is None:
+        k, v = (x.unsqueeze(1).expand(-1, call.groups, -1, -1) for x in (tensors.k, tensors.v))
+        return sdpa(tensors.q, k, v, None, {"scale": call.scale, "is_causal": call.causal})
+    count = tensors.q.shape[0]
+    positions = torch.arange(call.n, device=tensors.k.device).repeat(count, call.groups)
+    return rows(call, tensors, tensors.q.flatten(1, 2), positions).view(count, call.groups, call.n, -1)
 
 
-def rows(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
+def rows(call: Call, tensors: Tensors, q: Tensor, positions: Tensor) -> Tensor:
     """Compute rows q [N, R, d] at positions [N, R]: [N, R, e]. Masks are created for a block of rows at a time."""
-    k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
-    is_masked = problem.causal or problem.keep is not None
-    size = max(1, MASK_ENTRIES // (problem.heads * m)) if is_masked else q.shape[1]
+    k, v, padding = tensors.k[:, None], tensors.v[:, None], tensors.padding
+    size = max(1, MASK_ENTRIES // (q.shape[0] * call.m)) if call.causal or padding is not None else q.shape[1]
     parts = []
     for start in range(0, q.shape[1], size):
         some, at = q[:, None, start : start + size], positions[:, start : start + size, None]
-        allowed = torch.arange(m, device=q.device) <= at if problem.causal else None
-        if problem.keep is not None:
-            allowed = problem.keep[:, None] if allowed is None else allowed & problem.keep[:, None]
+        allowed = torch.arange(call.m, device=q.device) <= at if call.causal else None
+        if padding is not None:
+            allowed = ~padding[:, None] if allowed is None else allowed & ~padding[:, None]
         mask = None if allowed is None else allowed[:, None]
-        parts.append(sdpa(some, k, v, mask, {"scale": problem.scale})[:, 0])
+        parts.append(sdpa(some, k, v, mask, {"scale": call.scale})[:, 0])
     return torch.cat(parts, dim=1)
 
 
-def replaced(problem: Problem, out: Tensor, marked: Tensor) -> Tensor:
+def replaced(call: Call, tensors: Tensors, out: Tensor, marked: Tensor) -> Tensor:
     """Return `out` with the rows marked in `marked` [N, G, n] computed anew, all heads in one call."""
-    flat, n = marked.flatten(1), problem.q.shape[2]
+    flat = marked.flatten(1)
     most = int(flat.sum(dim=1).max())
     chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # marked rows first
-    at = torch.arange(problem.heads, device=out.device)[:, None]
-    found = rows(problem, problem.q.flatten(1, 2)[at, chosen], chosen % n)
+    at = torch.arange(flat.shape[0], device=out.device)[:, None]
+    found = rows(call, tensors, tensors.q.flatten(1, 2)[at, chosen], chosen % call.n)
     kept = flat[at, chosen].nonzero(as_tuple=True)
     places = kept[0], chosen[kept]
     return out.flatten(1, 2).index_put(places, found[kept]).view_as(out)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.attention import attention_plan
+from depthgauge.fast_attention.bounds import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
+from depthgauge.fast_attention.call import feature_count
 from depthgauge.fast_attention.plan import HeadPlan
-from depthgauge.fast_attention.theory.cost import feature_count
-from depthgauge.fast_attention.theory.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
 from depthgauge.papers.separation.probability import estimate, exact
 from depthgauge.papers.separation.settings import Regression, Setting, build_setting
 from depthgauge.papers.trained_depth.bounded_models import GENERATED, find_task

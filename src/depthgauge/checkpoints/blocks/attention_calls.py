@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from depthgauge.base.array_record import ArrayRecord
 from depthgauge.base.format import number
 from depthgauge.checkpoints.source.library import CheckpointError, quiet, transformers
-from depthgauge.fast_attention.attention import attention_plan
-from depthgauge.fast_attention.remembered import Attention
+from depthgauge.fast_attention.attention import Attention, attention_plan
 from depthgauge.results.gauge_record import FastPlan
 from depthgauge.results.record import finite
 

@@ -1,1 +1,0 @@
-"""What the polynomial path rests on: proved bounds, minimax polynomials, and predicted costs."""

@@ -1,1 +1,0 @@
-"""Polynomial attention in plain torch, on any device."""

@@ -1,1 +1,0 @@
-"""Polynomial attention in fused Triton kernels (extra `gpu`)."""
