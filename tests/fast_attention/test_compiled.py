@@ -69,5 +69,5 @@ def test_compiled_code_has_one_graph(backend: str) -> None:
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first == "exact attention compiled"
-    assert second.startswith("1 calls that followed this plan may have scores beyond")
+    assert second.startswith("1 call that followed this plan may have scores beyond")
     assert third == "forced attention refused"

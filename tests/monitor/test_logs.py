@@ -150,8 +150,9 @@ def test_directories_that_are_no_log_are_refused(tmp_path: Path) -> None:
     with pytest.raises(dg.InputError, match=r"has a metrics\.jsonl that no monitor wrote"):
         monitor(tmp_path / "y")
     (tmp_path / "z").write_text("")
-    with pytest.raises(OutputError, match=r"cannot write .*z: File exists"):
-        monitor(tmp_path / "z")
+    for folder in (tmp_path / "z", tmp_path / "z" / "log"):
+        with pytest.raises(OutputError, match=rf"cannot create the folder {folder}: .*z is a file; give another log"):
+            monitor(folder)
 
 
 def test_a_killed_run_has_a_complete_log_and_a_page(tmp_path: Path) -> None:

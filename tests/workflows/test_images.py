@@ -193,7 +193,7 @@ _ONE = '{"file_name": "000.png", "label": "cat"}'
 BAD: dict[str, tuple[str, Any, str]] = {
     "empty": ("vit", _empty, "contains no images and no WAV files"),
     "missing": ("vit", lambda _: ["--data", "nowhere"], "cannot read text nowhere"),
-    "broken": ("vit", _broken, "cannot read the image .*001.png: cannot identify image file"),
+    "broken": ("vit", _broken, "cannot read the image .*001.png: it has no format that Pillow knows; repair"),
     "no label": ("vit", lambda f: _labels(f, "000.png,cat\n"), "has no label for 1 image .*such as 001.png"),
     "other label": ("vit", lambda f: _labels(f, "000.png,cat\n001.png,cow\n"), "'cow' of 001.png is none of the 3"),
     "number": ("vit", lambda f: _labels(f, "000.png,0\n001.png,3\n"), "'3' of 001.png is none of the 3 labels"),
@@ -230,7 +230,7 @@ def test_bad_inputs_are_one_sentence(
     if verb == "shrink":
         command += ["--remove", "1", "--effort", "quick"]
         command[command.index("--data") + 1] = str(_with_one_broken(place, tmp_path))
-        said = "cannot read the image .*133.png: cannot identify image file"
+        said = "cannot read the image .*133.png: it has no format that Pillow knows; repair"
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         main()

@@ -139,6 +139,16 @@ def require_folder(path: str | Path) -> None:
         raise InputError(str(error)) from error
 
 
+def make_folder(path: Path, option: str) -> None:
+    """Create a folder and those above it, unless they exist; `option` is what names the folder."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        files = (f"{file} is a file" for file in (path, *path.parents) if file.is_file())
+        why = next(files, error.strerror or str(error))
+        raise OutputError(f"cannot create the folder {path}: {why}; give another {option}") from error
+
+
 def _target(path: str | Path) -> Path:
     """Return the file that a write to `path` changes, with symbolic links followed; raise if there can be none."""
     given = require_path("path", path)

@@ -16,7 +16,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from depthgauge.base.format import number
+from depthgauge.base.format import counted, number
 from depthgauge.fast_attention import exact_path as exact
 from depthgauge.fast_attention.bounds import (
     HIGHEST_DEGREE,
@@ -165,9 +165,9 @@ class AttentionPlan:
         if count:
             self.violations.zero_()
             raise GuaranteeError(
-                f"{count} calls that followed this plan may have scores beyond B = {self.fixed.bound:.3g}, or numbers "
-                "that are not finite: their outputs have no guarantee; make a new plan from such tensors, or call "
-                "attention without plan"
+                f"{counted(count, 'call')} that followed this plan may have scores beyond B = {self.fixed.bound:.3g}, "
+                "or numbers that are not finite: their outputs have no guarantee; make a new plan from such tensors, "
+                "or call attention without plan"
             )
 
     @property

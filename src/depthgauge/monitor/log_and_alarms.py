@@ -17,7 +17,7 @@ import numpy as np
 
 from depthgauge.base.errors import DepthgaugeError, InputError, MissingPackageError, OutputError, unknown_name
 from depthgauge.base.format import counted, number
-from depthgauge.base.io import write_text
+from depthgauge.base.io import make_folder, write_text
 from depthgauge.results.monitor_document import (
     QUANTITIES,
     alarm_words,
@@ -196,10 +196,7 @@ class JsonLines:
 
     def __init__(self, folder: str | Path, run: MonitorRun) -> None:
         self.folder = Path(folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+        make_folder(self.folder, "log directory")
         self.earlier = read_log(folder) if (self.folder / RUN).is_file() else None
         if self.earlier is None and (self.folder / METRICS).is_file():
             raise InputError(f"{folder} has a {METRICS} that no monitor wrote; give another log directory")

@@ -470,7 +470,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
                 if not row.get("error_text"):
                     yield row["identity"], row
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"cannot read rows from {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read rows from {path}: {why}; give a file that `sweep --export` wrote") from error
 
 
 def _value(text: str) -> Any:

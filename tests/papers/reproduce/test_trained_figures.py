@@ -136,7 +136,7 @@ def test_rows_of_an_earlier_run_are_not_computed_again(tmp_path: Path, store: Pa
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match="no column named identity"):
         reproduce("T1", tmp_path / "bad", seed=1, engine=Idle(1), quick=True, rows=tmp_path / "bad.csv")
-    with pytest.raises(InputError, match="cannot read rows"):
+    with pytest.raises(InputError, match=r"cannot read rows from .*none\.csv: No such file or directory; give a"):
         reproduce("T1", tmp_path / "none", seed=1, engine=Idle(1), quick=True, rows=tmp_path / "none.csv")
 
 

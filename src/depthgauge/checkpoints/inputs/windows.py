@@ -270,7 +270,9 @@ def _pixels(raw: bytes, path: Any, processor: Any, longest: int) -> Tensor:
         with quiet():
             made: Tensor = processor(images=image, return_tensors="pt")[IMAGES.main][0]
     except Exception as error:  # decoders and processors raise errors of many kinds
-        raise InputError(f"cannot read the image {path}: {one_line(error)}; repair or remove it") from error
+        unknown = isinstance(error, library.UnidentifiedImageError)
+        why = "it has no format that Pillow knows" if unknown else one_line(error)
+        raise InputError(f"cannot read the image {path}: {why}; repair or remove it") from error
     return made
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from depthgauge._version import __version__
-from depthgauge.base.errors import DepthgaugeError, InputError, OutputError, require_count, require_seed
+from depthgauge.base.errors import DepthgaugeError, InputError, require_count, require_seed
 from depthgauge.base.format import counted
-from depthgauge.base.io import require_folder, write_text
+from depthgauge.base.io import make_folder, require_folder, write_text
 from depthgauge.base.progress import Step, silent
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, find_figure
 from depthgauge.papers.sweep_tasks import TASKS
@@ -221,10 +221,7 @@ def reproduce(
     _check_files(study, Path(out), overwrite)
     if store is not None and Path(store).absolute().parent != Path(out).absolute():
         require_folder(store)
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot create the folder {out}: {error.strerror or error}") from error
+    make_folder(Path(out), "--out")
     taken = None if rows is None else Path(rows)
     where = Computing(Path(out) / STORE if store is None else Path(store), engine, progress, taken)
     return write_figure(study, out, where)
