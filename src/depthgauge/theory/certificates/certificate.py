@@ -24,6 +24,7 @@ from depthgauge.theory.certificates.exact_supremum import (
     exact_obstacle,
 )
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
+from depthgauge.theory.certificates.forward_rounding import require_evaluation
 from depthgauge.theory.certificates.method import BITS, Method
 from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.token_attack import attack_tokens
@@ -43,7 +44,8 @@ class Certificate:
     Certificates compare by identity.
 
     Attributes:
-        upper: the proved bound on exact outputs, with the rounding of the proof; None if no finite bound was found.
+        upper: the proved bound on exact outputs, with the rounding of the proof, or with `evaluated_in` on computed
+            ones; None if no finite bound was found.
         methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel", "deletion",
             "shares" or "enumeration".
         notes: remarks on the upper bound.
@@ -162,6 +164,7 @@ def certify(
     effort: str = "default",
     tolerance: float = ExactLimits.tolerance,
     seconds: float = ExactLimits.seconds,
+    evaluated_in: torch.dtype | None = None,
     starts: int | None = None,
     steps: int = 40,
     seed: int = 0,
@@ -171,7 +174,8 @@ def certify(
     """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
 
     Give exactly one of `radius`, `ball` and `inputs`. The upper bound is proved for exact outputs, with the
-    rounding of the proof. The lower bound is attained at an input that a search finds.
+    rounding of the proof, or for computed ones with `evaluated_in`. The lower bound is that of exact outputs at an
+    input that a search finds.
 
     Args:
         network: S.
@@ -185,6 +189,8 @@ def certify(
             at most 10⁶, otherwise over all shares of the tokens (no causal mask, no positions).
         tolerance: of "exact" over shares; the search ends when `upper` is at most (1 + tolerance) times a proved value.
         seconds: of "exact" over shares; after this time, or at Ctrl-C, the best proved enclosure so far is returned.
+        evaluated_in: torch.float32 or torch.float64 adds a bound on the rounding of both networks in this type to
+            `upper`, which then holds for computed outputs; it needs the number of tokens. None is for exact outputs.
         starts: starting points of the search; None chooses 4 to 32 by network size.
         steps: gradient steps of the search from each starting point.
         seed: seed of the search; the same seed gives the same certificate.
@@ -210,6 +216,7 @@ def certify(
     require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
     limits = ExactLimits(tolerance, seconds)
     comparison = Comparison(_copied(network), _copied(surrogate), chosen, tokens)
+    comparison = comparison if evaluated_in is None else require_evaluation(evaluated_in, comparison, effort)
     options = AttackOptions(starts, steps, require_seed(seed), device)
     return certificate_of(comparison, effort, options, limits=limits, progress=progress)
 

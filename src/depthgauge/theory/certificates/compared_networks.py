@@ -59,12 +59,14 @@ class Comparison:
     """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set.
 
     Inputs of a box or a ball have `rows` rows, or any number for None; token sequences have at most `inputs.length`.
+    Outputs are exact, or computed in floating point of type `evaluated_in`.
     """
 
     network: SelfAttentionNetwork
     surrogate: SelfAttentionNetwork
     inputs: InputSet | Tokens
     rows: int | None = None
+    evaluated_in: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"Comparison({self.network.name!r}, {self.surrogate.name!r}, {self.inputs})"

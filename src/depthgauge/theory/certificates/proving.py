@@ -1,11 +1,14 @@
 """Which method proves the upper bound of a comparison."""
 
+from dataclasses import replace
+
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.causal_proof import CausalProof
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.deletion import Deletion, deletion_applies
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, OneToken, layers_of
+from depthgauge.theory.certificates.forward_rounding import EvaluatedIn
 from depthgauge.theory.certificates.method import Method
 from depthgauge.theory.certificates.parallel_blocks import WideBlock
 from depthgauge.theory.certificates.token_set import Tokens
@@ -19,6 +22,8 @@ def method_of(
 
     `effort` is "default" or "high"; `S` are the layer bounds of the network from an earlier proof over the same inputs.
     """
+    if comparison.evaluated_in is not None:
+        return EvaluatedIn(method_of(replace(comparison, evaluated_in=None), effort, S, progress), comparison)
     if comparison.is_one_token:
         return OneToken(comparison)
     if comparison.is_wide_block:

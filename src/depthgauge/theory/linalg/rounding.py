@@ -109,11 +109,11 @@ def no_bound(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), _INF, x)
 
 
-def gamma(n: int) -> float:
-    """Return γ_n = nu/(1 − nu), rounded up. It bounds the relative error of n successive roundings."""
-    if n * UNIT >= 0.5:
-        raise InputError(f"a sum of {n} terms is too long for a rounding bound; n must be below 2^52")
-    return math.nextafter(n * UNIT / math.nextafter(1.0 - n * UNIT, 0.0), _INF)
+def gamma(n: int, unit: float = UNIT) -> float:
+    """Return γ_n = nu/(1 − nu), rounded up. It bounds the relative error of n successive roundings of size u."""
+    if n * unit >= 0.5:
+        raise InputError(f"a sum of {n} terms is too long for a rounding bound; n must be below {0.5 / unit:.0f}")
+    return math.nextafter(n * unit / math.nextafter(1.0 - n * unit, 0.0), _INF)
 
 
 def _shrink(n: int) -> float:
