@@ -1,4 +1,4 @@
-"""Draw networks of every kind, certify them, attack the certificates and verify some of them.
+"""Draw networks of every kind, certify and attack them, compare float32 with its bound, and verify some certificates.
 
     python scripts/certificate_campaign.py --networks 100000
     python scripts/certificate_campaign.py --networks 2000 --verified 1
@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,8 @@ import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
 from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.certificate import Certificate
+from depthgauge.theory.certificates.forward_rounding import ForwardPass
+from depthgauge.theory.linalg.bound_arithmetic import Outward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from drawn_networks import CHARACTERS, Case, Recipe
@@ -157,6 +160,25 @@ def violation(certificate: Certificate, seed: int) -> str | None:
     return None
 
 
+def rounding_violation(certificate: Certificate, seed: int) -> str | None:
+    """Return which network rounds by more in float32 than its bound for computed outputs says, or None."""
+    for net in (certificate.network, certificate.surrogate):
+        bounds = []
+        for dtype in (torch.float32, torch.float64):  # the reference is computed, too
+            comparison = replace(certificate.comparison, evaluated_in=dtype)
+            bounds.append(ForwardPass(Outward(), net, comparison).error().floats())
+        held = net.copy().to(torch.float32)
+        for batch in inputs_to_try(certificate, seed):
+            x = (batch * (1 - 1e-6)).to(torch.float32)  # inside the set, also after rounding
+            x = x if certificate.inputs.kind != "tokens" else batch.to(torch.float32)
+            exact = x.double() if certificate.inputs.kind != "tokens" else batch
+            with torch.no_grad():
+                apart = (held(x).double() - net(exact)).abs().amax((0, 1))
+            if bool((apart > bounds[0] + bounds[1]).any()):
+                return f"float32 is off by {apart.tolist()} in {net}, the bound is {bounds[0].tolist()}"
+    return None
+
+
 def outcome(case: Case, seed: int, *, is_verified: bool) -> tuple[list[str], str | None]:
     """Certify and attack a case; return what to count, and what is wrong or None."""
     try:
@@ -164,6 +186,8 @@ def outcome(case: Case, seed: int, *, is_verified: bool) -> tuple[list[str], str
     except InputError:  # a surrogate that no method covers, such as all heads side by side with MLPs
         return ["refused"], None
     wrong = violation(certificate, seed)
+    if wrong is None and certificate.tokens is not None:
+        wrong = rounding_violation(certificate, seed)
     if certificate.upper is None or wrong is not None:
         return ["certified"], wrong
     try:

@@ -6,10 +6,11 @@ from random import Random
 
 import certificate_campaign
 import pytest
-from certificate_campaign import KINDS, violation
+from certificate_campaign import KINDS, rounding_violation, violation
 
 import depthgauge as dg
 from depthgauge.theory.certificates.certificate import Certificate
+from depthgauge.theory.certificates.forward_rounding import ForwardPass
 
 
 def drawn_certificate(kind: str, seed: int = 3) -> Certificate:
@@ -25,6 +26,16 @@ def test_a_bound_that_is_too_small_is_found_by_the_search_and_by_random_inputs(k
     tried = violation(replace(certificate, lower=0.0, upper=certificate.lower * 1e-3), 0)
     assert tried is not None
     assert "an input differs" in tried
+
+
+def test_a_network_that_rounds_by_more_than_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = next(c for c in (drawn_certificate("tokens", seed) for seed in range(9)) if c.tokens is not None)
+    assert rounding_violation(certificate, 0) is None
+    before = ForwardPass.error
+    monkeypatch.setattr(ForwardPass, "error", lambda self: before(self) * 1e-3)
+    found = rounding_violation(certificate, 0)
+    assert found is not None
+    assert found.startswith("float32 is off by")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *given: str) -> tuple[int, str]:
