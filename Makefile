@@ -12,7 +12,7 @@ PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_COMPILE := 0
 
-.PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme soak bench clean
+.PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme mutants soak bench clean
 help:
 	@echo "make demo   gauge the built-in pair of networks, then gauge and shrink a tiny model"
 	@echo "make test   install everything, then lint and the whole test suite"
@@ -26,7 +26,8 @@ help:
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
 	@echo "make wheel  build the wheel and try it outside the source tree"
 	@echo "make readme type the commands of the README in a copy of the project, from the installation on"
-	@echo "make soak   the long campaigns behind the tests"
+	@echo "make mutants  plant 40 errors in copies of src, each of which must make a test fail"
+	@echo "make soak   the long campaigns behind the tests, and make mutants"
 	@echo "make bench  every claim about speed, memory and tightness, measured here"
 
 $(BIN)/python:
@@ -138,9 +139,14 @@ readme:
 # Networks that are certified and attacked; an interrupted campaign prints from which one to continue.
 NETWORKS ?= 100000
 FIRST ?= 0
+# Plants errors in copies of src; each must make a test fail.
+mutants: $(VENV)/dev.stamp
+	$(PIN) $(BIN)/python scripts/mutants.py
+
 soak: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory test-annotations QUARTER=all
 	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak
+	@$(MAKE) --no-print-directory mutants
 	$(PIN) $(BIN)/python scripts/certificate_campaign.py --networks $(NETWORKS) --first $(FIRST)
 
 bench: $(VENV)/dev.stamp

@@ -1,7 +1,7 @@
 """Paired accuracies: exact p-values, and bounds that cover as often as they say, by enumeration of all outcomes."""
 
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from math import comb, factorial
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from depthgauge.base.errors import InputError
+from depthgauge.checkpoints.tasks import confidence as module
 from depthgauge.checkpoints.tasks.confidence import (
     accuracy_record,
     difference_interval,
@@ -64,6 +65,31 @@ def test_the_bound_covers_just_below_every_bound() -> None:
             p = bound + q + 1e-9
             if 0 <= p <= 1 - q:
                 assert coverage(n, p, q, confidence) >= confidence - 1e-9
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 6), (3, 1, 6), (2, 4, 9)])
+def test_the_bound_excludes_larger_falls_in_every_cell_and_no_smaller_one_does(counts: tuple[int, int, int]) -> None:
+    """By the definition in `largest_fall`: sums over all outcomes, with q at the upper end of each of its cells."""
+    *found, items = counts
+    alpha, share = 0.1, module._NUISANCE
+
+    def ends(count: int, error: float) -> tuple[float, float]:
+        low = stats.beta.ppf(error / 2, count, items - count + 1) if count else 0.0
+        return low, stats.beta.ppf(1 - error / 2, count + 1, items - count) if count < items else 1.0
+
+    def score(b: int, c: int) -> float:
+        return ends(b, module._ORDER)[1] - ends(c, module._ORDER)[0]
+
+    at_most = [one for one in outcomes(items) if score(*one) <= score(*found) + 1e-9]
+    cells = pairwise(np.linspace(*ends(found[1], share * alpha), module._CELLS + 1))
+    bound, excess = largest_fall(*counts, 1 - alpha), list[float]()
+    for first, last in cells:
+        for p in (bound + first + 1e-6, bound + first - 1e-6):
+            q = min(last, 1 - max(0.0, p))
+            likely = sum(trinomial(b, c, items, max(0.0, p), q) for b, c in at_most)
+            excess.append(likely - (1 - share) * alpha)
+    assert max(excess[::2]) <= 0
+    assert max(excess[1::2]) > 0
 
 
 def test_a_smaller_bound_would_not_cover() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import depthgauge as dg
+from depthgauge.monitor.measurement import Measurement, combined
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -38,6 +40,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_score_ranges_are_combined_by_their_maximum_and_all_else_by_the_mean() -> None:
+    parts = [
+        Measurement(
+            layers={"update": torch.tensor([value])},
+            heads={name: torch.tensor([[value, 4 - value]]) for name in ("score_range", "entropy")},
+            counts=(2,),
+            loss=torch.tensor(value),
+            training_loss=torch.tensor(2 * value),
+        )
+        for value in (1.0, 3.0, 3.5)
+    ]
+    assert {name: found.flatten().tolist() for name, found in combined(parts).values().items()} == {
+        "update": [2.5], "score_range": [3.5, 3.0], "entropy": [2.5, 1.5], "loss": [2.5], "training_loss": [5.0],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -19,6 +19,7 @@ from depthgauge.theory.depth.effective import (
     cheapest_choices,
     effective_depth,
     measured_errors,
+    proved_depth,
     runs_between,
 )
 from depthgauge.theory.depth.methods import collapse
@@ -205,6 +206,17 @@ def test_large_weights_are_refuted_and_the_middle_is_undecided():
     assert "undecided" in {certified_depth(bounds, tolerance).status for tolerance in (0.5, 5.0, 50.0)}
     single = effective_depth(random_network(layers=1, heads=1, dim=2, eta=0.5), radius=1.0, tolerance=1e-6)
     assert (single.layers, single.status, single.tried) == (1, "proved", 0)
+
+
+def test_a_depth_is_refuted_only_if_every_choice_is():
+    bounds = DepthBounds(random_network(layers=2, heads=1, dim=2, eta=0.1), BOX)
+    bounds.error = lambda choice: 0.6
+    for exceeding, status in (({"identity", "parallel"}, "undecided"), (set(), "undecided"), (None, "refuted")):
+        bounds.seen = lambda choice, exceeding=exceeding: float(exceeding is None or choice in exceeding)
+        depth = proved_depth(bounds, 0.5)
+        assert (depth.layers, depth.method, depth.status) == (2, "none", status)
+    bounds.seen = lambda choice: 0.0
+    assert proved_depth(bounds, 0.6).layers == 1
 
 
 def test_one_layer_counts_as_soon_as_its_certificate_proves_it():
