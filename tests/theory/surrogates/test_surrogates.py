@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from gpt_networks import attention_of, drawn, gpt, mlp_of
 
 from depthgauge.base.errors import InputError
 from depthgauge.theory.certificates.attack import AttackOptions, attack
@@ -20,6 +21,14 @@ ORDERS = {"identity": 1, "last-layer": 1, "parallel": 2, "mean-field": 3, "corre
 def error_on_inputs(network, surrogate, x):
     with torch.no_grad():
         return float((network(x) - surrogate(x)).abs().max())
+
+
+def test_the_wide_block_adds_all_sublayers_to_what_it_reads():
+    """With norms and biases, whose sublayers are written out in tests/support/gpt_networks.py."""
+    network, x = gpt(layers=3), drawn(5, 4, seed=3)
+    y = x + sum(attention_of(network, k, x) for k in range(3))
+    expected = y + sum(mlp_of(network, k, y) for k in range(3))
+    assert torch.allclose(closed_form(network, "parallel")(x), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ORDERS)
