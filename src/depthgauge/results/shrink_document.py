@@ -693,7 +693,7 @@ def examples_part(record: ShrinkRecord) -> Part | None:
         return None
     is_trained = record.examples[0].unrecovered is not None
     names = ("", "prompt", "source model", *(("smaller model before training",) if is_trained else ()), "smaller model")
-    rows = []
+    rows = list[Sequence[str | int]]()
     for row, one in enumerate(record.examples, 1):
         texts = (one.prompt, one.dense, *(() if one.unrecovered is None else (one.unrecovered,)), one.shrunk)
         rows.append((row, *(" ".join(text.split()) for text in texts)))

@@ -448,7 +448,8 @@ def continue_greedily(
     checkpoint: Checkpoint, prompts: Int[Tensor, "rows prompt"], tokens: int
 ) -> Int[Tensor, "rows new"]:
     """Return the most likely next token after each prompt, and after that, `tokens` times; none without a KV cache."""
-    fed, cache, made = prompts.to(checkpoint.device), dict[str, Any](), [prompts[:, :0]]
+    fed, made = prompts.to(checkpoint.device), [prompts[:, :0]]
+    cache: Mapping[str, Any] = {}
     with quiet():
         for _ in range(tokens):
             try:

@@ -183,7 +183,8 @@ class ForwardPass:
         assert layer.norm_bias is not None
         rho, apart = _length(self.travelled), _length(x.error)
         far = rho + apart
-        size = (read.u.size().amax(0) + read.shift(rho).amax(0)).least(read.root.top())
+        exact, computed = Moved(rho, rho, rho), Moved(far, far, far)
+        size = (read.u.size().amax(0) + read.shift(exact).amax(0)).least(read.root.top())
         steepest = A.inverse_root(A.exact(NORM_EPSILON)).top()
         steep = read.steep.over_rest(read.relative(far)).least(steepest)[:, None]
         reach = self.points + (self.travelled + x.error)  # of every token, [v, d]
@@ -194,7 +195,7 @@ class ForwardPass:
         wide = (reach + reach.sum(-1)[:, None] / float(d)) * steep
         local = wide * (root + (root + 1.0) * self._gamma(d + 12)) + (steep + 1.0) * (16.0 * self.tiny)
         self._watch(square * float(d))
-        moved = read.shift_between(apart, Moved(rho, rho, rho), Moved(far, far, far))
+        moved = read.shift_between(apart, exact, computed)
         found = Computed(size, moved.amax(0) + local.amax(0))
         gain, bias = (self._given(w[sublayer]) for w in (layer.norm_weight, layer.norm_bias))
         return self._add(self._times(found, gain), bias)
