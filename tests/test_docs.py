@@ -294,23 +294,6 @@ def test_contributing_lists_the_levels_of_the_architecture_test() -> None:
     assert listed[:-1] == levels[:-1]
 
 
-def test_the_changelog_lists_what_moved() -> None:
-    """Old names and modules are gone, and the new ones exist."""
-    rows = re.findall(
-        r"^\| `depthgauge\.([\w.]+)` \| `depthgauge\.([\w.]+)` \|",
-        section(ROOT / "CHANGELOG.md", depthgauge.__version__),
-        re.M,
-    )
-    inside = {f"{space}.{name}" for space in ("papers", "results") for name in getattr(depthgauge, space).__all__}
-    later = {f"results.{name}" for name in ("EvaluateOptions", "EvaluateRecord", "ModelOptions", "MonitorOptions")}
-    later |= {f"results.{name}" for name in ("RecoverOptions", "RecoverRecord", "RecoverResult")}
-    assert {new for _, new in rows if new in inside} == inside - later
-    for old, new in rows:
-        if new not in inside:
-            assert importlib.util.find_spec(f"depthgauge.{new}") is not None, new
-            assert not (ROOT / "src" / "depthgauge" / old.replace(".", "/")).exists(), old
-
-
 # --- the site and the tools -------------------------------------------------------------------------------------------
 
 
