@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from depthgauge.fast_attention.bounds import (
     SMALLEST_INDEX,
+    Minimax,
     _error_by_cells,
     at_index,
     degree_it_would_take,
@@ -19,6 +20,8 @@ from depthgauge.fast_attention.bounds import (
     guarantee,
     limit_index,
     minimax,
+    moment_certificate,
+    moment_terms,
     output_error,
     relative_error,
     suited,
@@ -171,3 +174,14 @@ def test_the_estimated_degree_is_off_by_at_most_one() -> None:
         found = next(g for g in range(6) if g == 5 or output_error(minimax(g, bound).error) <= 1e-3)
         assert abs(degree_it_would_take(bound, 1e-3) - found) <= 1
     assert degree_it_would_take(50.0, 1e-3) > 25
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_the_moment_certificate_covers_the_rest_of_the_series(degree: int) -> None:
+    """For the series of e^t itself, and all scores t = B, the rest is all that is left; e^B bounds its last term."""
+    p = Minimax(degree, 1.0, tuple(1 / math.factorial(k) for k in range(degree + 1)), 0.0, 0.0)
+    terms, one = moment_terms(p, is_pure=True), torch.ones(1, dtype=torch.float64)
+    for size in (0.1, 0.5, 1.0):
+        value = sum(c * size**k for k, c in enumerate(p.coefficients))
+        found = moment_certificate(terms, size * one, one, size**2 * one, value * one).item()
+        assert 1 <= found / ((math.exp(size) - value) / value) < 2.5

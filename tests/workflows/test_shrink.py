@@ -59,6 +59,8 @@ def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> N
     assert record["texts"][0]["increase"] == pytest.approx(record["loss"]["shrunk"] - record["loss"]["dense"])
     assert {one["kind"] for one in record["texts"]} == {"text", "sampled", "built-in"}
     assert record["guarantee"]["quantile"]["increase"] >= record["texts"][0]["increase"]
+    windows = [one["windows"] for one in record["texts"] if one["kind"] == "text"]
+    assert [record["guarantee"]["quantile"]["windows"]] == windows
     assert record["parameters"]["after"] < record["parameters"]["before"]
     card = (out / "README.md").read_text()
     assert record["guarantee"]["assumption"] in card
