@@ -120,6 +120,16 @@ def test_the_only_set_needs_no_short_training() -> None:
             assert candidates.choose(sets, given)[2].stages == ()
 
 
+def test_the_set_with_the_smallest_loss_is_chosen() -> None:
+    """Of sets of one block, all of which are adjacent, the mean decides."""
+    with student_of(trained_model("llama")) as student:
+        sets = {f"without {layer}": (layer,) for layer in range(4)}
+        removed = Candidates(student, refits=False).choose(sets)[0]
+        bare = {one: float(losses.mean()) for one, losses in student.losses_without(sets.values()).items()}
+    assert removed == min(bare, key=bare.__getitem__)
+    assert len({*bare.values()}) == 4
+
+
 def test_adjacent_blocks_come_first_among_equals() -> None:
     scattered, adjacent = (1, 3), (4, 5)
     noise = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
