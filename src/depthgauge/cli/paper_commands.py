@@ -29,7 +29,7 @@ def claims(
         float | None,
         typer.Option(
             help="Time limit in seconds. After it no check starts and searches stop; the rest is undecided. "
-            "A computation that is running is finished first, which takes a few seconds at most.",
+            "A computation that is running is finished first.",
             show_default=False,
         ),
     ] = None,
