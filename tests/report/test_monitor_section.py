@@ -205,5 +205,5 @@ def test_nothing_is_cut_and_nothing_overlaps_on_a_phone(browser: Any, tmp_path: 
     for table in ("#s0-alarms", "#reproduce"):
         scroller, row = boxes(f"{table} .scroll")[0], boxes(f"{table} tbody tr:last-child")[0]
         assert row["bottom"] <= scroller["bottom"] + 1
-    assert min(box["width"] for box in boxes("#s0-alarms td:last-child")) > 250
+    assert min(box["width"] for box in boxes("#s0-alarms td:last-child")) > 200
     context.close()

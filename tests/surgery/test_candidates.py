@@ -102,7 +102,7 @@ def test_sets_are_compared_after_a_short_training() -> None:
     with student_of(trained_model("llama")) as student:
         sets, observed = {"one": (1,), "two": (2,), "three": (3,)}, list[Any]()
         trial = recovery_of(student, 20)
-        candidates = Candidates(student, refits=False, trial=trial, observe=observed.append)
+        candidates = Candidates(student, refits=False, trial=trial, observers=[observed.append])
         removed, records, made = candidates.choose(sets)
         assert {stage.name for stage in made.stages} == {"short training"}
         assert all(one.repaired is not None and one.repaired < one.increase for one in records)
