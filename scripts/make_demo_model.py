@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from depthgauge.workflows.demo_text import demo_text
+from depthgauge.workflows.demo import demo_text
 
 FOLDER = Path(__file__).parents[1] / "src" / "depthgauge" / "workflows" / "demo_model"
 LINES, SEED = 40_000, 1

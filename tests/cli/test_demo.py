@@ -8,8 +8,7 @@ import torch
 
 from depthgauge.base.errors import InputError
 from depthgauge.cli.main import main
-from depthgauge.workflows.demo import write_demo
-from depthgauge.workflows.demo_text import NUMBERS, demo_text, village
+from depthgauge.workflows.demo import NUMBERS, demo_text, village, write_demo
 
 ANSWER = re.compile(r"It is in the( \w+)\.|It is( [A-Z]\w+)\.|It is a \w+( \w+)\.|it shows( \w+)\.")
 """The last word of each answer."""

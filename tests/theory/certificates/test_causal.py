@@ -12,8 +12,7 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.theory.certificates.causal_layers import CausalLayers
-from depthgauge.theory.certificates.causal_proof import CausalProof, pattern_powers
+from depthgauge.theory.certificates.causal_proof import CausalLayers, CausalProof, pattern_powers
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.regions import BallRegion, BoxRegion, ConvexRegion, PointRegion, Region
 from depthgauge.theory.certificates.token_set import Tokens

@@ -19,7 +19,7 @@ from depthgauge.theory.certificates.compared_networks import Comparison, InputSe
 from depthgauge.theory.certificates.forward_rounding import Computed, ForwardPass
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.bound_arithmetic import Outward
-from depthgauge.theory.linalg.outward_upper import OutwardUpper
+from depthgauge.theory.linalg.enclosures import OutwardUpper
 from depthgauge.theory.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
 
 A = Outward()

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthgauge.theory.certificates.lead import Rank1Sum
-from depthgauge.theory.linalg.bound_arithmetic import Outward
+from depthgauge.theory.linalg.bound_arithmetic import Outward, precision
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.interval_precision import precision
 
 Case = tuple[Rank1Sum, torch.Tensor, torch.Tensor]
 

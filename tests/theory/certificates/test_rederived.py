@@ -18,17 +18,17 @@ from scipy.special import erf
 
 import depthgauge as dg
 from depthgauge.base.errors import VerificationError
-from depthgauge.theory.certificates import causal_layers, deletion, lead, parallel_blocks
+from depthgauge.theory.certificates import causal_proof, deletion, lead, parallel_blocks
+from depthgauge.theory.certificates.certificate import method_of
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.difference import MatchedHeads
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.method import Method
-from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.regions import BallRegion, BoxRegion, PointRegion
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.bound_arithmetic import Outward
-from depthgauge.theory.linalg.outward_upper import OutwardUpper
+from depthgauge.theory.linalg.enclosures import OutwardUpper
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import fold
 from depthgauge.theory.surrogates.expansion import match_heads
@@ -288,7 +288,7 @@ def causal_alone(network: SelfAttentionNetwork, points: Array) -> Array:
 def causal_differs() -> float:
     network = dg.random_network(layers=3, heads=2, dim=3, eta=0.2, seed=5, causal=True)
     A = Outward()
-    layers = causal_layers.CausalLayers(causal_layers.CausalExpansion(network, A), PointRegion(A, Tokens(POINTS)))
+    layers = causal_proof.CausalLayers(causal_proof.CausalExpansion(network, A), PointRegion(A, Tokens(POINTS)))
     found = sum(layers.added(k).sum(0).floats().numpy() for k in range(3))
     return float(np.abs(found / causal_alone(network, POINTS.numpy()) - 1).max())
 

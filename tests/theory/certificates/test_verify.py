@@ -21,8 +21,7 @@ from depthgauge.theory.certificates.read_tokens import column_lengths, lengths
 from depthgauge.theory.certificates.squares import quadratic_form
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray, largest_eigenvalue
-from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, Outward
-from depthgauge.theory.linalg.interval_precision import precision
+from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, Outward, precision
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.network.random_networks import random_network
 from depthgauge.theory.surrogates.closed_forms import closed_form, fold, without_attention

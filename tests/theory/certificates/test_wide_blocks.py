@@ -12,13 +12,11 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.theory.certificates.compared_networks import Comparison
-from depthgauge.theory.certificates.parallel_blocks import Movements, WideBlock
+from depthgauge.theory.certificates.parallel_blocks import Movements, VisibleRows, WideBlock
 from depthgauge.theory.certificates.read_tokens import Moved, ReadTokens, diameter
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.certificates.visible_rows import VisibleRows
-from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, THIRD, Outward, total
+from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, THIRD, Outward, precision, total
 from depthgauge.theory.linalg.enclosures import Enclosure
-from depthgauge.theory.linalg.interval_precision import precision
 from depthgauge.theory.linalg.norms import softm
 from depthgauge.theory.network.network import NORM_EPSILON, SelfAttentionNetwork
 

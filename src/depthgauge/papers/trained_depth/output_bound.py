@@ -24,18 +24,17 @@ from torch import Tensor
 from depthgauge.base.errors import require_type
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
+from depthgauge.theory.certificates.certificate import method_of
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.method import BITS, Method, check_bounds
 from depthgauge.theory.certificates.parallel_blocks import WideBlock
-from depthgauge.theory.certificates.proving import method_of
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.effective import Choice, DepthBounds, measured_depth, proved_depth, shallower
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray
-from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Outward
-from depthgauge.theory.linalg.interval_precision import precision
-from depthgauge.theory.linalg.outward_upper import OutwardUpper
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Outward, precision
+from depthgauge.theory.linalg.enclosures import OutwardUpper
 from depthgauge.theory.linalg.rounding import no_bound, tanh_up, up
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.surrogates.closed_forms import closed_form, needs_tokens, refusal

@@ -5,7 +5,7 @@ from flint import arb, arb_mat
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.theory.linalg.interval_precision import float_below, precision
+from depthgauge.theory.linalg.bound_arithmetic import float_below, precision
 from depthgauge.theory.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
 
 PRECISION, MOST_PRECISION = 160, 5120

@@ -12,8 +12,7 @@ from depthgauge.base.errors import InputError, VerificationError, require_count
 from depthgauge.theory.certificates.attack import NO_HINTS, Hints
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray
-from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Outward, Upper
-from depthgauge.theory.linalg.interval_precision import precision
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Outward, Upper, precision
 from depthgauge.theory.linalg.rounding import no_bound
 
 Vector = Float[Tensor, " d"]

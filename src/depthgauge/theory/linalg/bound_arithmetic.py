@@ -14,10 +14,12 @@ arithmetic records it, and the arb arithmetic uses the record. Every choice give
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import flint
 import torch
 import torch.nn.functional as F
 from flint import arb
@@ -25,13 +27,12 @@ from torch import Tensor
 
 from depthgauge.theory.linalg.enclosures import (
     Enclosure,
+    OutwardUpper,
     frobenius_norm_up,
     largest_eigenvalue_up,
     sign_norm_up,
     spectral_norm_up,
 )
-from depthgauge.theory.linalg.interval_precision import float_below, precision
-from depthgauge.theory.linalg.outward_upper import OutwardUpper
 from depthgauge.theory.linalg.rounding import (
     TINY,
     UNIT,
@@ -392,3 +393,22 @@ def _gelu_at(nodes: Tensor) -> list[Enclosure]:
             rows.append([(float_below(x), -float_below(-x)) for x in (z * Phi, Phi + z * phi, phi * (2 - z * z))])
     low, high = torch.tensor(rows, dtype=torch.float64).permute(2, 1, 0)
     return [_between(a, b) for a, b in zip(low, high, strict=True)]
+
+
+@contextmanager
+def precision(bits: int) -> Iterator[None]:
+    """Set the working precision of python-flint within a `with` block."""
+    before = flint.ctx.prec
+    flint.ctx.prec = bits
+    try:
+        yield
+    finally:
+        flint.ctx.prec = before
+
+
+def float_below(x: arb) -> float:
+    """Return a float64 that is at most every number in the interval x."""
+    value = float(x.lower().mid())
+    while arb(value) > x.lower():
+        value = math.nextafter(value, -math.inf)
+    return math.nextafter(value, -math.inf) if not arb(value) <= x.lower() else value
