@@ -33,6 +33,7 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 # The modules of the lowest level may import each other.
 MAY_IMPORT_ITS_LEVEL = {0}
 SLOW = "scipy.stats."
+OPTIONAL = {"depthgauge.fast_attention.kernels": "triton"}  # imports the package itself, so it is imported as it is
 HEAVY = {
     "transformers",
     "gguf",
@@ -179,7 +180,9 @@ def heavy_imports(src: Path) -> list[str]:
         for name, line, at_import in imports_of(
             path.read_text(encoding="utf-8"), module_name(path, src), path.name == "__init__.py"
         )
-        if at_import and (name.split(".")[0] in HEAVY or f"{name}.".startswith(SLOW))
+        if at_import
+        and (name.split(".")[0] in HEAVY or f"{name}.".startswith((SLOW, *(f"{module}." for module in OPTIONAL))))
+        and OPTIONAL.get(module_name(path, src)) != name.split(".")[0]
     ]
 
 
@@ -346,6 +349,9 @@ def test_planted_repeated_classes_are_found(tmp_path: Path) -> None:
         ("import tritonless", False),
         ("from scipy import special, stats", True),
         ("from scipy.stats import norm", True),
+        ("from depthgauge.fast_attention import kernels", True),
+        ("from depthgauge.fast_attention.kernels import survey", True),
+        ("def f():\n    from depthgauge.fast_attention import kernels", False),
         ("from scipy import special", False),
     ],
 )

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from depthgauge.fast_attention import launches, plan, triton_backend
 from depthgauge.fast_attention.attention import attention
-from depthgauge.fast_attention.kernels import gradient_kernels, kernels
-from depthgauge.fast_attention.launches import KernelPass
+from depthgauge.fast_attention.launches import KernelPass, kernels
 from depthgauge.fast_attention.triton_backend import TritonBackend
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(DEVICE.type != "cpu", reason="imitates a GPU")]
@@ -65,13 +64,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
     found = Launched()
 
-    def compiled(of: SimpleNamespace) -> SimpleNamespace:
-        return SimpleNamespace(**{name: ByAddress(kernel, found) for name, kernel in vars(of).items()})
-
-    one, other = compiled(kernels()), compiled(gradient_kernels())
+    compiled = SimpleNamespace(**{name: ByAddress(kernel, found) for name, kernel in vars(kernels()).items()})
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda _: 0))
-    monkeypatch.setattr(launches, "kernels", lambda: one)
-    monkeypatch.setattr(launches, "gradient_kernels", lambda: other)
+    monkeypatch.setattr(launches, "kernels", lambda: compiled)
     for prepared in PREPARED:
         prepared.cache_clear()
     yield found

@@ -8,8 +8,7 @@ from kernel_settings import DEVICE
 from torch import Tensor
 
 from depthgauge.fast_attention.call import Call
-from depthgauge.fast_attention.kernels import programs, slots
-from depthgauge.fast_attention.launches import GradientLaunches, KernelPass, is_supported
+from depthgauge.fast_attention.launches import GradientLaunches, KernelPass, is_supported, programs, slots
 
 pytestmark = pytest.mark.kernels
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -57,7 +56,7 @@ def test_prepare_centres_values_and_transposes_queries(shape: dict[str, int], is
     p = launches(**shape, is_shifted=is_shifted)
     s = p.sizes
     q, v = normal(p.row_heads, p.n, s.call.d), normal(s.call.heads, s.call.m, s.call.e)
-    small = normal(3, s.call.heads, s.small_size)
+    small = normal(3, s.call.heads, s.config.small_size)
     middle = normal(s.call.heads, s.call.e) if is_shifted else small[0, :, s.call.d + 1 + s.call.e : -1]
     x, vt = unset(*p.transposed_shape), unset(*v.shape)
     p.prepare((q, v, middle if is_shifted else small, x, vt))
@@ -76,7 +75,7 @@ def test_sums_over_queries(shape: dict[str, int]) -> None:
         normal(p.row_heads, p.n, s.call.e, seed=1),
     )
     z = normal(p.row_heads, p.n).abs() + 0.5
-    small = normal(1, s.call.heads, s.small_size)
+    small = normal(1, s.call.heads, s.config.small_size)
     floor, dn, level, first = unset(*p.floor_shape), unset(*grad.shape), unset(*z.shape), unset(*p.first_shape)
     p.moments((q, grad, out, z, small, floor, dn, level, first))
 
@@ -109,7 +108,7 @@ def test_states_of_queries_are_sums_of_later_blocks(shape: dict[str, int], is_al
     assert p.second_moments is not None
     first, second = normal(*p.first_shape), normal(*p.second_moments.shape)
     floor = normal(*p.floor_shape).abs() + 0.1
-    big, small = unset(p.states, s.call.heads, s.big_size), unset(p.states, s.call.heads, p.query_small_size)
+    big, small = unset(*p.big_shape), unset(*p.small_shape)
     after = unset(s.call.heads, p.states)
     table = torch.tensor(COEFFICIENTS, device=DEVICE)
     p.finish((second, first, table, floor, p.slots, big, small, after), COEFFICIENTS[0])
@@ -161,7 +160,7 @@ def dense(state: Tensor, d: int, e: int) -> Tensor:
 def test_turned_states_hold_every_product_of_tiles(shape: dict[str, int]) -> None:
     p = launches(**shape)
     s, count = p.sizes, p.states
-    states, turned = normal(count, s.call.heads, s.big_size), unset(*p.turned_shape)
+    states, turned = normal(count, s.call.heads, s.config.big_size), unset(*p.turned_shape)
     (part,) = p.keys
     assert part.turn is not None
     part.turn((states, p.pairs, turned))
@@ -185,7 +184,7 @@ def test_rows_read_the_state_of_their_block(shape: dict[str, int], is_plain: boo
     p = launches(**shape, is_plain=is_plain)
     s = p.sizes
     count = p.read_states
-    big, small = normal(count, s.call.heads, s.big_size), normal(count, s.call.heads, s.small_size)
+    big, small = normal(count, s.call.heads, s.config.big_size), normal(count, s.call.heads, s.config.small_size)
     q, grad = 0.3 * normal(p.row_heads, p.n, s.call.d), normal(p.row_heads, p.n, s.call.e)
     level, z, exact = normal(p.row_heads, p.n), normal(p.row_heads, p.n).abs() + 0.5, normal(p.row_heads, p.n, s.call.d)
     factor = small if is_plain else normal(s.call.heads)
@@ -193,9 +192,9 @@ def test_rows_read_the_state_of_their_block(shape: dict[str, int], is_plain: boo
     for part in p.queries:
         if part.turn is not None:
             part.turn((big[part.first_state :], p.pairs, turned))
-        part.rows((q, grad, turned, big, small, level, exact, z, factor, z, p.turned_slots, dq, z), (1.5,))
+        part.rows((q, grad, turned, big, small, level, exact, z, factor, p.turned_slots, dq), (part.first_state,))
 
-    sizes = [s.big_size - 2 * s.call.d * s.call.e - s.call.d**2, 2 * s.call.d * s.call.e, s.call.d**2]
+    sizes = [s.config.big_size - 2 * s.call.d * s.call.e - s.call.d**2, 2 * s.call.d * s.call.e, s.call.d**2]
     for row_head in range(p.row_heads):
         head = row_head // p.groups
         for start in range(0, p.n, s.block or p.n):
@@ -211,5 +210,5 @@ def test_rows_read_the_state_of_their_block(shape: dict[str, int], is_plain: boo
             if s.block:
                 total = total + exact[row_head, at]
             by_head = 1.0 if is_plain else factor[head]
-            expected = 1.5 * by_head * total / z[row_head, at, None]
+            expected = by_head * total / z[row_head, at, None]
             torch.testing.assert_close(dq[row_head, at], expected, rtol=1e-4, atol=1e-4)

@@ -84,7 +84,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     triton, found = pytest.importorskip("triton"), Kernels()
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda _: 0))
     monkeypatch.setattr(launches, "kernels", lambda: found)
-    monkeypatch.setattr(launches, "gradient_kernels", lambda: found)
     for prepared in PREPARED:
         prepared.cache_clear()
     yield found
@@ -112,7 +111,7 @@ def run(spec: Batch, leaves: list[Tensor]) -> Operations:
 
 
 FORWARD = {"transpose": 1, "first_moments": 1, "finish": 1, "evaluate": 1}
-BACKWARD = {"prepare": 1, "query_moments": 1, "finish_queries": 1, "add_rows": 3}
+BACKWARD = {"prepare": 1, "query_moments": 1, "finish_queries": 1, "query_rows": 1, "key_rows": 1, "value_rows": 1}
 SECOND = {"second_moments": 2, "turn": 2}
 EXACT = {"exact_queries": 1, "exact_keys": 1}
 

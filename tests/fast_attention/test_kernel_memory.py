@@ -7,8 +7,7 @@ from kernel_settings import DEVICE
 
 from depthgauge.fast_attention.bounds import survey
 from depthgauge.fast_attention.call import Call, Tensors
-from depthgauge.fast_attention.kernels import kernels
-from depthgauge.fast_attention.launches import Launch, survey_launch
+from depthgauge.fast_attention.launches import Config, Launch, kernels, survey_launch
 from depthgauge.fast_attention.polynomial_path import Batch
 from depthgauge.fast_attention.triton_backend import TritonBackend
 
@@ -64,7 +63,7 @@ def test_kernels_stay_inside_their_tensors(
 def test_an_address_outside_of_a_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     checked_memory(monkeypatch)
     x, out = torch.zeros(1, 5, 16), torch.zeros(1, 16, 128)
-    launch = Launch(kernels().transpose, (1, 1, 1), (5, 128), (16, 128))
+    launch = Launch(kernels().transpose, (1, 1, 1), (5, 128), Config(16, 16))
     launch((x, out))
     with pytest.raises(Exception, match="a read of 16 addresses outside") as error:
         launch((x[:, 1:], out))

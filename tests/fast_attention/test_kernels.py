@@ -12,8 +12,7 @@ from depthgauge.fast_attention import plan as plan_module
 from depthgauge.fast_attention.attention import attention_plan
 from depthgauge.fast_attention.bounds import minimax, output_error, survey
 from depthgauge.fast_attention.call import GuaranteeError
-from depthgauge.fast_attention.kernels import programs, slots
-from depthgauge.fast_attention.launches import WIDTHS, is_supported
+from depthgauge.fast_attention.launches import WIDTHS, is_supported, programs, slots
 from depthgauge.fast_attention.plan import decide
 from depthgauge.fast_attention.triton_backend import TritonBackend
 

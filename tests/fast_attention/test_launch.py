@@ -10,10 +10,11 @@ from kernel_settings import DEVICE, checked
 
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention.bounds import survey
-from depthgauge.fast_attention.launches import ALIGNMENT, Launch, forward_launches, gradient_launches, table
+from depthgauge.fast_attention.launches import ALIGNMENT, Config, Launch, forward_launches, gradient_launches, table
 from depthgauge.fast_attention.polynomial_path import Batch
 from depthgauge.fast_attention.triton_backend import TritonBackend, kernel_survey
 
+CONFIG = Config(64, 64, CAUSAL=True)
 STREAM = 99
 GRID = (2, 3, 1)
 
@@ -57,8 +58,8 @@ def jit(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernel
 
 
-def arguments(x, y, n, rows, scale, width: "tl.constexpr", causal: "tl.constexpr"):  # type: ignore[no-untyped-def] # noqa: F821
-    """The parameters of a kernel: tensors, integers, floats, constants."""
+def arguments(x, y, sizes, scale, config: "tl.constexpr"):  # type: ignore[no-untyped-def] # noqa: F821
+    """The parameters of a kernel: tensors, integers, floats, and what it is compiled for."""
 
 
 def runs(kernel: Any) -> list[tuple[int, tuple[object, ...]]]:
@@ -85,7 +86,7 @@ CALLS: list[tuple[torch.Tensor, torch.Tensor, float]] = [
 @pytest.mark.parametrize("seed", range(4))
 def test_every_launch_runs_what_triton_runs(jit: Any, seed: int) -> None:
     """The compiled kernel, the stream, the grid and every argument are those that Triton chooses for the same call."""
-    launch = Launch(jit, GRID, (7, 16), (64, True), num_warps=4)
+    launch = Launch(jit, GRID, (7, 16), CONFIG, num_warps=4)
     calls = random.Random(seed).choices(CALLS, k=24)
     for x, y, scale in calls:
         launch((x, y), (scale,))
@@ -93,14 +94,14 @@ def test_every_launch_runs_what_triton_runs(jit: Any, seed: int) -> None:
     for compiled in jit.compiled:
         compiled.runs.clear()
     for x, y, scale in calls:
-        jit[GRID](x, y, 7, 16, scale, 64, True, num_warps=4)
+        jit[GRID](x, y, (7, 16), scale, CONFIG, num_warps=4)
     assert len(ours) == len(calls)
     assert len(jit.compiled) > 3
     assert runs(jit) == ours
 
 
 def test_a_compiled_kernel_is_reused_without_triton(jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = Launch(jit, GRID, (7, 16), (64, True))
+    launch = Launch(jit, GRID, (7, 16), CONFIG)
     assert MEMORY.data_ptr() % ALIGNMENT == 0
     assert SHIFTED.data_ptr() % ALIGNMENT
     launch((MEMORY, ALIGNED), (0.5,))

@@ -1,8 +1,8 @@
 """The launches of the Triton kernels: everything that depends on sizes alone, prepared once.
 
 Triton inspects every argument of every launch to find the compiled kernel. At a few thousand tokens this takes longer
-than the kernel runs. A `Launch` fixes everything except tensors and floats, and keeps the compiled kernels. They are
-valid for launches whose tensors have the same dtypes and are aligned to 16 bytes; others go through Triton.
+than the kernel runs. A `Launch` fixes everything except tensors and a few numbers, and keeps the compiled kernels. They
+are valid for launches whose tensors have the same dtypes and are aligned to 16 bytes; others go through Triton.
 
 The compiled kernel gets addresses instead of tensors, because for every tensor Triton's launcher asks the driver where
 it is. Hooks around launches, which only profilers of Triton set, are called for launches through Triton alone.
@@ -13,7 +13,8 @@ one query head with G·n rows.
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -22,17 +23,8 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.call import Call
-from depthgauge.fast_attention.kernels import (
-    TILE,
-    gradient_kernels,
-    kernels,
-    pair_slots,
-    programs,
-    second_programs,
-    slots,
-    turned_slots,
-)
 
+TILE = 16
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
@@ -43,6 +35,120 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU. It does not accept a register limit."""
 CAUSAL_BLOCK = 1024
 """The size of the exact blocks on a causal diagonal."""
+
+
+@cache
+def kernels() -> Any:
+    """Return the module of the kernels, which Triton compiles on their first launch. The first call imports triton."""
+    from depthgauge.fast_attention import kernels
+
+    return kernels
+
+
+def programs(dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Return tile pairs in groups of two with a shared tile: (shared, first, second), where second may be −1 (none).
+
+    Every unordered pair of tiles appears once. Tile b is paired with tiles b, b−1, …, two at a time. If their number is
+    odd, the pair with tile 0 is left over; the left-over pairs are grouped with shared tile 0.
+
+    >>> programs(64)
+    ((1, 1, 0), (2, 2, 1), (3, 3, 2), (3, 1, 0), (0, 0, 2))
+    """
+    tiles = dim // TILE
+    found, left = [], []
+    for b in range(tiles):
+        others = list(range(b, -1, -1))
+        if len(others) % 2:
+            left.append(b)
+            others.pop()
+        found += [(b, others[i], others[i + 1]) for i in range(0, len(others), 2)]
+    left += [-1] * (len(left) % 2)
+    found += [(0, left[i], left[i + 1]) for i in range(0, len(left), 2)]
+    return tuple(found)
+
+
+def second_programs(dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the programs with their second tile in place of the first, for kernels that hold one tile pair."""
+    return tuple((shared, max(second, 0), 0) for shared, _, second in programs(dim))
+
+
+def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Return where the sums of every tile pair are stored: (slot, first tile, second tile)."""
+    found = []
+    for p, (shared, first, second) in enumerate(programs(dim)):
+        found.append((2 * p, first, shared))
+        if second >= 0:
+            found.append((2 * p + 1, second, shared))
+    return tuple(found)
+
+
+def turned_slots(dim: int, width: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the tiles of the turned slots: (slot, tile of c, tile of b)."""
+    others = dim // TILE
+    return tuple((c * others + b, c, b) for c in range(width // TILE) for b in range(others))
+
+
+def pair_slots(dim: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return for tiles a and b the slot of their products and whether b is the first factor: [tiles, tiles, 2]."""
+    count = dim // TILE
+    table = [[(0, 0)] * count for _ in range(count)]
+    for slot, (_, first, second) in enumerate(slots(dim)):
+        table[second][first] = slot, 1
+        table[first][second] = slot, 0
+    return tuple(tuple(row) for row in table)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for: the widths d and e, and the sizes and switches that it reads."""
+
+    D: int
+    E: int
+    T: int = BLOCK  # rows or keys of a tile
+    TK: int = 0  # keys or rows of a tile that they are compared with
+    STEPS: int = 0
+    SLOTS: int = 0  # tile pairs in S
+    WIDE: int = 0
+    SUB: int = 0
+    CAUSAL: bool = False
+    BY_PRODUCTS: bool = False
+    CENTRE: bool = False
+    ALIKE: bool = False
+    PLAIN: bool = False
+    HAS_W: bool = False
+    HAS_Z: bool = False
+    PRECISION: str = ""
+    STAGES: int = 1
+
+    @property
+    def first_size(self) -> int:
+        """The number of sums of degree 0 and 1 of a split: Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w."""
+        return self.D * self.E + self.D * self.D + self.D + self.E + 1
+
+    @property
+    def big_size(self) -> int:
+        """The size of the part of a state in the dtype of the tensors: S [slots, 256, e], L [2, d, e], C [d, d]."""
+        return self.SLOTS * 256 * self.E + 2 * self.D * self.E + self.D * self.D
+
+    @property
+    def small_size(self) -> int:
+        """The size of the float32 part of a state: z1 [d], z0, n0 [e], mean of the values [e], 1 / total weight."""
+        return self.D + 2 * self.E + 2
+
+    @property
+    def query_small_size(self) -> int:
+        """The size of the float32 part of a state of queries: z1 [d], z0, n0 [e]."""
+        return self.D + self.E + 1
+
+    @property
+    def kept_slots(self) -> int:
+        """The tile pairs that the programs of `second_moments` sum: two each, of which the last may be none."""
+        return (self.SLOTS + 1) // 2 * 2
+
+    @property
+    def turned_slots(self) -> int:
+        """The tile pairs in the turned S: one for every pair of a tile of values and a tile of queries or keys."""
+        return self.D * self.E // TILE**2 if self.SLOTS else 0
 
 
 class Tuning(NamedTuple):
@@ -128,7 +234,7 @@ ALIGNMENT = 16
 
 
 class Launch:
-    """kernel[grid](*tensors, *integers, *floats, *constants, **options), with the parameters in this order.
+    """kernel[grid](*tensors, sizes, *numbers, config, **options), with the parameters in this order.
 
     A launch belongs to one device.
     """
@@ -137,36 +243,33 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, int, int],
-        integers: tuple[int, ...],
-        constants: tuple[object, ...],
+        sizes: tuple[int, ...],
+        config: Config,
         **options: int,
     ) -> None:
-        self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
-        self.options = options
+        self.kernel, self.grid, self.sizes, self.config, self.options = kernel, grid, sizes, config, options
         self._compiled: dict[tuple[torch.dtype, ...], Callable[[list[int], Sequence[float]], object]] = {}
 
-    def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """Launch the kernel. All tensors are contiguous and on the current device."""
         addresses = [x.data_ptr() for x in tensors]
         dtypes = tuple([x.dtype for x in tensors])
         is_aligned = reduce(or_, addresses) % ALIGNMENT == 0
         if is_aligned and (run := self._compiled.get(dtypes)) is not None:
-            run(addresses, floats)
+            run(addresses, numbers)
             return
-        compiled = self.kernel[self.grid](*tensors, *self.integers, *floats, *self.constants, **self.options)
+        compiled = self.kernel[self.grid](*tensors, self.sizes, *numbers, self.config, **self.options)
         if is_aligned and compiled is not None:  # the interpreter compiles nothing
             self._compiled[dtypes] = self._by_address(compiled, tensors[0].device.index or 0)
 
     def _by_address(self, compiled: Any, device: int) -> Callable[[list[int], Sequence[float]], object]:
-        """Return the function that launches a compiled kernel with the addresses of tensors, and floats."""
+        """Return the function that launches a compiled kernel with the addresses of tensors, and numbers."""
         from triton.runtime import driver
 
         run, stream, grid = compiled.run, driver.active.get_current_stream, self.grid
         # The kernel, its metadata, the metadata for hooks, the hook before a launch and the hook after it.
-        fixed, others = (compiled.function, compiled.packed_metadata, None, None, None), self.integers
-        return lambda addresses, floats: run(
-            *grid, stream(device), *fixed, *addresses, *others, *floats, *self.constants
-        )
+        fixed, sizes, config = (compiled.function, compiled.packed_metadata, None, None, None), self.sizes, self.config
+        return lambda addresses, numbers: run(*grid, stream(device), *fixed, *addresses, sizes, *numbers, config)
 
 
 @cache
@@ -180,7 +283,7 @@ def survey_launch(heads: int, rows: int, m: int, d: int, e: int, device: torch.d
     """Prepare `survey`. Tensors: q [N, rows, d], k [N, m, d], v [N, m, e], out [8·N + 2·N·d]."""
     steps = survey_steps(max(rows, m))
     grid = math.ceil(max(rows, m) / (BLOCK * steps)), heads, 3
-    return Launch(kernels().survey, grid, (rows, m, heads), (d, e, BLOCK, steps), num_warps=4)
+    return Launch(kernels().survey, grid, (rows, m, heads), Config(d, e, STEPS=steps), num_warps=4)
 
 
 class KernelPass(NamedTuple):
@@ -204,29 +307,16 @@ class KernelPass(NamedTuple):
     turned_bytes: int
 
     @property
-    def parts(self) -> int:
-        """The number of tile pairs in S, or 0 at degree 1."""
-        return len(slots(self.call.d)) if self.degree > 1 else 0
+    def config(self) -> Config:
+        """What kernels that read or write states are compiled for."""
+        c = self.call
+        parts = len(slots(c.d)) if self.degree > 1 else 0
+        return Config(c.d, c.e, SLOTS=parts, CAUSAL=self.block > 0, PRECISION=precision(c.dtype))
 
     @property
     def states(self) -> int:
         """The number of states of keys: one before every causal block and one after the last; or one in all."""
         return math.ceil(padded_length(self.call.m) / self.block) + 1 if self.block else 1
-
-    @property
-    def first_size(self) -> int:
-        """The number of sums of degree 0 and 1 of a split: Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w."""
-        return self.call.d * self.call.e + self.call.d * self.call.d + self.call.d + self.call.e + 1
-
-    @property
-    def big_size(self) -> int:
-        """The size of the part of a state in the dtype of the tensors: S [parts, 256, e], L [2, d, e], C [d, d]."""
-        return self.parts * 256 * self.call.e + 2 * self.call.d * self.call.e + self.call.d * self.call.d
-
-    @property
-    def small_size(self) -> int:
-        """The size of the float32 part of a state: z1 [d], z0, n0 [e], mean of the values [e], 1 / total weight."""
-        return self.call.d + 2 * self.call.e + 2
 
 
 class SecondMoments:
@@ -246,8 +336,8 @@ class SecondMoments:
         self.programs, self.second_programs = (table(x, c.device, c.d) for x in (programs, second_programs))
         self.launch = Launch(
             kernels().second_moments, (len(programs(c.d)), self.shape[0], heads), (tokens, padded, per_split),
-            (c.d, c.e, tune.moments_tokens, TILE if self.is_narrow else 2 * TILE, precision(c.dtype),
-             tune.moments_stages),
+            Config(c.d, c.e, tune.moments_tokens, WIDE=TILE if self.is_narrow else 2 * TILE,
+                   PRECISION=precision(c.dtype), STAGES=tune.moments_stages),
             num_warps=tune.moments_warps,
         )  # fmt: skip
 
@@ -264,33 +354,34 @@ class ForwardLaunches:
     """The launches of a forward pass in their order, and the shapes of its tensors."""
 
     def __init__(self, s: KernelPass) -> None:
-        self.sizes, c = s, s.call
+        self.sizes, c, config = s, s.call, s.config
         kernel, tune, causal = kernels(), tuning(c.dtype, max(c.d, c.e)), s.block > 0
         padded = padded_length(c.m)
         per_split = s.block or split_length(c.m, c.heads, len(programs(c.d)), c.device)
         splits = math.ceil(padded / per_split)
         self.slots = table(slots, c.device, c.d)
-        self.transposed_shape, self.first_shape = (c.heads, c.d, padded), (splits, c.heads, s.first_size)
-        self.big_shape, self.small_shape = (s.states, c.heads, s.big_size), (s.states, c.heads, s.small_size)
+        self.transposed_shape, self.first_shape = (c.heads, c.d, padded), (splits, c.heads, config.first_size)
+        self.big_shape, self.small_shape = (s.states, c.heads, config.big_size), (s.states, c.heads, config.small_size)
         self.transpose = Launch(
-            kernel.transpose, (padded // BLOCK, c.heads, 1), (c.m, padded), (c.d, BLOCK), num_warps=4
+            kernel.transpose, (padded // BLOCK, c.heads, 1), (c.m, padded), Config(c.d, c.e), num_warps=4
         )
         by_products = c.dtype != torch.float32 and min(c.d, c.e) >= 64
         self.first_moments = Launch(
             kernel.first_moments, (splits, c.heads, 1), (c.m, padded, per_split),
-            (c.d, c.e, tune.moments_tokens, s.has_w, by_products, precision(c.dtype), 3 if by_products else 1),
+            Config(c.d, c.e, tune.moments_tokens, HAS_W=s.has_w, BY_PRODUCTS=by_products,
+                   PRECISION=precision(c.dtype), STAGES=3 if by_products else 1),
             num_warps=4 if c.d < 128 else 8,
         )  # fmt: skip
         self.second_moments = SecondMoments(s, c.heads, c.m, per_split) if s.degree > 1 else None
         self.finish = Launch(
-            kernel.finish, (s.parts + 1, c.heads, 1), (splits, c.heads),
-            (len(programs(c.d)), s.parts, c.d, c.e, causal, not s.is_shifted, s.is_alike), num_warps=8,
+            kernel.finish, (config.SLOTS + 1, c.heads, 1), (splits, c.heads),
+            replace(config, CENTRE=not s.is_shifted, ALIKE=s.is_alike), num_warps=8,
         )  # fmt: skip
         keys = (c.m, padded, c.groups, c.heads, s.states, s.block) if causal else (0, 0, c.groups, c.heads, 1, 1)
         self.evaluate = Launch(
             kernel.evaluate, (math.ceil(c.n / tune.rows), c.heads * c.groups, 1), (c.n, *keys),
-            (s.parts, c.d, c.e, tune.rows, 32 if c.dtype == torch.float32 else 64, tune.rows_part, causal,
-             s.has_w and causal, s.needs_z, precision(c.dtype), tune.rows_stages),
+            replace(config, T=tune.rows, TK=32 if c.dtype == torch.float32 else 64, SUB=tune.rows_part,
+                    HAS_W=s.has_w and causal, HAS_Z=s.needs_z, STAGES=tune.rows_stages),
             num_warps=tune.rows_warps, **tune.rows_limit,
         )  # fmt: skip
 
@@ -310,7 +401,7 @@ def tiles(dtype: torch.dtype, width: int) -> tuple[tuple[int, int], tuple[int, i
 
 
 class RowLaunches(NamedTuple):
-    """Rows that one launch of `add_rows` computes. `turn` computes the turned states from `first_state` on."""
+    """Rows that one launch of a kernel computes. `turn` computes the turned states from `first_state` on."""
 
     first_state: int
     turn: Launch | None
@@ -339,103 +430,92 @@ class GradientLaunches:
         self.slots, self.pairs = (table(rows, c.device, c.d) for rows in (slots, pair_slots))
         self.turned_slots = table(turned_slots, c.device, c.d, c.e)
         self.groups, self.n = (c.groups, c.n) if self.is_causal else (1, c.groups * c.n)
-        self.row_heads, self.query_small_size = c.heads * self.groups, c.d + c.e + 1
-        self.read_states = self.states = 1
+        self.row_heads, self.read_states, self.states = c.heads * self.groups, 1, 1
         if self.is_causal:
             self.read_states, self.states = min(math.ceil(c.n / s.block), s.states), math.ceil(c.m / s.block)
+        self.big_shape = self.states, c.heads, s.config.big_size
+        self.small_shape = self.states, c.heads, s.config.query_small_size
         self._sums()
-        # Turned, S has one part for every pair of a tile of values and a tile of queries or keys.
-        self.turned_parts = c.d * c.e // TILE**2 if s.degree > 1 else 0
-        state_bytes = c.heads * self.turned_parts * 256 * c.d * c.dtype.itemsize
+        state_size = s.config.turned_slots * 256 * c.d
         at_once = max(self.read_states, self.states)
-        if state_bytes:
-            at_once = min(at_once, max(1, s.turned_bytes // state_bytes))
-        self.turned_shape = at_once, c.heads, self.turned_parts * 256 * c.d
-        self.queries = self._bilinear(self.n, self.read_states, at_once, is_query=True)
-        self.keys = self._bilinear(c.m, self.states, at_once, is_query=False)
-        self.values = self._add_rows(0, c.m, is_query=False, is_turned=False)
+        if state_size:
+            at_once = min(at_once, max(1, s.turned_bytes // (c.heads * state_size * c.dtype.itemsize)))
+        self.turned_shape = at_once, c.heads, state_size
+        tune = tuning(c.dtype, max(c.d, c.e))
+        self.row_config = replace(s.config, T=tune.rows, SUB=tune.rows_part, STAGES=tune.rows_stages, PLAIN=s.is_plain)
+        self.key_config = replace(self.row_config, HAS_W=s.has_w)
+        self.row_options = {"num_warps": tune.rows_warps, **tune.rows_limit}
+        self.queries = tuple(self._turned(self.n, self.read_states, is_query=True))
+        self.keys = tuple(self._turned(c.m, self.states, is_query=False))
+        self.values = Launch(
+            kernels().value_rows, (math.ceil(c.m / tune.rows), c.heads, 1),
+            (c.m, c.heads, self.states - 1, s.block or BLOCK), replace(self.key_config, HAS_Z=s.is_weighted),
+            **self.row_options,
+        )  # fmt: skip
         if self.is_causal:
             self._exact()
 
     def _sums(self) -> None:
         """Prepare the sums over queries and the states that keys read."""
-        s, c, kernels = self.sizes, self.sizes.call, gradient_kernels()
+        s, c, config = self.sizes, self.sizes.call, self.sizes.config
         is_second = s.degree > 1
-        shift = (c.e, 0) if s.is_shifted else (s.small_size, c.d + 1 + c.e)
+        shift = (c.e, 0) if s.is_shifted else (config.small_size, c.d + 1 + c.e)
         padded = padded_length(self.n) if is_second else 0
         self.transposed_shape = self.row_heads, c.d, padded
         grid = max(padded // BLOCK, math.ceil(c.m / BLOCK)), self.row_heads, 1
         self.prepare = Launch(
-            kernels.prepare, grid, (self.n, c.m, padded, self.groups, *shift), (c.d, c.e, BLOCK, is_second),
-            num_warps=4,
+            kernels().prepare, grid, (self.n, c.m, padded, self.groups, *shift),
+            config, num_warps=4,
         )  # fmt: skip
         per_block = s.block or rows_per_program(self.n, c.heads)
         blocks = math.ceil(self.n / per_block)
-        self.first_shape, self.floor_shape = (blocks, self.row_heads, s.first_size), (c.heads, blocks)
+        self.first_shape, self.floor_shape = (blocks, self.row_heads, config.first_size), (c.heads, blocks)
         (tokens, warps), _, _ = tiles(c.dtype, max(c.d, c.e))
         self.moments = Launch(
-            kernels.query_moments, (blocks, self.row_heads, 1), (self.n, self.groups, per_block, *shift),
-            (c.d, c.e, tokens, is_second, self.is_causal, precision(c.dtype)), num_warps=warps,
+            kernels().query_moments, (blocks, self.row_heads, 1), (self.n, self.groups, per_block, *shift),
+            replace(config, T=tokens), num_warps=warps,
         )  # fmt: skip
         per_split = s.block or split_length(self.n, c.heads, len(programs(c.d)), c.device)
         self.second_moments = SecondMoments(s, self.row_heads, self.n, per_split) if is_second else None
         splits = math.ceil(self.n / per_split)
         self.finish = Launch(
-            kernels.finish_queries, (s.parts + 1, c.heads, 1),
+            kernels().finish_queries, (config.SLOTS + 1, c.heads, 1),
             (splits, blocks, self.states, c.heads, self.groups, self.n, per_block),
-            (len(programs(c.d)), s.parts, c.d, c.e, self.is_causal, s.is_alike), num_warps=8,
+            replace(config, ALIKE=s.is_alike), num_warps=8,
         )  # fmt: skip
 
-    def _bilinear(self, n: int, states: int, at_once: int, is_query: bool) -> tuple[RowLaunches, ...]:
-        """Prepare the bilinear rows of n queries or keys, with at most `at_once` turned states at a time."""
-        s, c, found = self.sizes, self.sizes.call, []
+    def _turned(self, n: int, states: int, is_query: bool) -> Iterator[RowLaunches]:
+        """Prepare the bilinear rows of n queries or keys, with the turned states that fit into memory at a time."""
+        s, c, at_once = self.sizes, self.sizes.call, self.turned_shape[0]
         for start in range(0, states, at_once):
             end, turn = min(start + at_once, states), None
             length = n - start * s.block if end == states else (end - start) * s.block
-            if self.turned_parts:
-                grid = self.turned_parts, (end - start) * c.heads, 1
-                turn = Launch(gradient_kernels().turn, grid, (s.big_size,), (c.d, c.e), num_warps=4)
-            found.append(RowLaunches(start, turn, self._add_rows(start, length, is_query, is_turned=True)))
-        return tuple(found)
-
-    def _add_rows(self, first_state: int, length: int, is_query: bool, is_turned: bool) -> Launch:
-        """Prepare `add_rows` for `length` rows from the block of `first_state` on, for queries or for keys."""
-        s, c = self.sizes, self.sizes.call
-        tune = tuning(c.dtype, max(c.d, c.e))
-        groups, n, row_heads = (self.groups, self.n, self.row_heads) if is_query else (1, c.m, c.heads)
-        small, states = (s.small_size, self.read_states) if is_query else (self.query_small_size, self.states)
-        y, width, s_size, parts = c.d, c.e, s.big_size, s.parts
-        if is_turned:
-            y, width, s_size, parts = c.e, c.d, self.turned_shape[2], self.turned_parts
-        head = (s.small_size, s.small_size - 1) if s.is_plain else (1, 0)
-        integers = (
-            n, groups, c.heads, first_state, states - 1, s.block or BLOCK, s_size, s.big_size, small,
-            s.parts * 256 * c.e, *head,
-        )  # fmt: skip
-        has_z = s.is_weighted and not is_query and not is_turned
-        has_head, has_after = not is_query or not s.is_plain, self.is_causal and not is_query
-        constants = (
-            parts, c.d, y, width, tune.rows, tune.rows_part, is_turned, self.is_causal, is_query, has_z, has_head,
-            has_after, s.has_w and not is_query, is_query, precision(c.dtype), tune.rows_stages,
-        )  # fmt: skip
-        grid = math.ceil(length / tune.rows), row_heads, 1
-        kernel = gradient_kernels().add_rows
-        return Launch(kernel, grid, integers, constants, num_warps=tune.rows_warps, **tune.rows_limit)
+            if s.config.SLOTS:
+                grid = s.config.turned_slots, (end - start) * c.heads, 1
+                turn = Launch(kernels().turn, grid, (s.config.big_size,), Config(c.d, c.e), num_warps=4)
+            sizes, heads = (c.heads, states - 1, s.block or BLOCK), self.row_heads if is_query else c.heads
+            kernel = kernels().query_rows if is_query else kernels().key_rows
+            rows = Launch(
+                kernel, (math.ceil(length / self.row_config.T), heads, 1),
+                (n, self.groups, *sizes) if is_query else (n, *sizes),
+                self.row_config if is_query else self.key_config, **self.row_options,
+            )  # fmt: skip
+            yield RowLaunches(start, turn, rows)
 
     def _exact(self) -> None:
         """Prepare the exact blocks of causal gradients."""
-        s, c, kernels = self.sizes, self.sizes.call, gradient_kernels()
+        s, c = self.sizes, self.sizes.call
         _, (own, other, warps), keys = tiles(c.dtype, max(c.d, c.e))
+        config = Config(c.d, c.e, own, other, HAS_W=s.has_w, PRECISION=precision(c.dtype), STAGES=2)
         self.exact_queries = Launch(
-            kernels.exact_queries, (math.ceil(self.n / own), self.row_heads, 1),
-            (self.n, c.m, self.groups, s.block, s.small_size),
-            (c.d, c.e, own, other, s.has_w, precision(c.dtype), 2), num_warps=warps,
+            kernels().exact_queries, (math.ceil(self.n / own), self.row_heads, 1),
+            (self.n, c.m, self.groups, s.block), config, num_warps=warps,
         )  # fmt: skip
         own, other, warps = keys
         self.exact_keys = Launch(
-            kernels.exact_keys, (math.ceil(c.m / own), c.heads, 1),
+            kernels().exact_keys, (math.ceil(c.m / own), c.heads, 1),
             (self.n, c.m, self.groups, self.floor_shape[1], self.states, s.block),
-            (c.d, c.e, own, other, s.is_weighted, precision(c.dtype), 2), num_warps=warps,
+            replace(config, T=own, TK=other, HAS_W=False, HAS_Z=s.is_weighted), num_warps=warps,
         )  # fmt: skip
 
 

@@ -334,12 +334,12 @@ def backward(
     p.moments((q, grad, out, z, shift, floor, dn, level, first))
     second = z if p.second_moments is None else p.second_moments(queries, queries, dn)
     del queries, dn
-    big, small = q.new_empty(p.states, c.heads, s.big_size), wide((p.states, c.heads, p.query_small_size))
+    big, small = q.new_empty(p.big_shape), wide(p.small_shape)
     p.finish((second, first, small if own is None else own, floor, p.slots, big, small, after), shared)
     del first, second
 
     # The rows ∂q, from the states of keys and the exact blocks.
-    turned = q.new_empty(p.turned_shape) if p.turned_parts else z
+    turned = q.new_empty(p.turned_shape) if s.degree > 1 else z
     exact = wide((p.row_heads, p.n, c.d), p.is_causal)
     weight = z if w is None else w
     if p.is_causal:
@@ -349,7 +349,7 @@ def backward(
         if part.turn is not None:
             part.turn((key_big[part.first_state :], p.pairs, turned))
         states = turned, key_big, key_small
-        part.rows((q, grad, *states, level, exact, z, query_factor, z, p.turned_slots, dq, z), (1.0,))
+        part.rows((q, grad, *states, level, exact, z, query_factor, p.turned_slots, dq), (part.first_state,))
     del exact
 
     # The rows ∂v, ∂k and, if the weights depend on the keys, w ∂w, from the states of queries and the exact blocks.
@@ -362,15 +362,15 @@ def backward(
         p.exact_keys((q, grad, level, z, k, values, floor, after, exact_k, exact_v, dw), exponents)
     dtype = torch.float32 if s.is_weighted else c.dtype
     dv = torch.empty_like(v, dtype=dtype)
-    rows = (1.0 if p.is_causal else float(p.n),)  # sums over queries are divided by after, or by the number of rows
-    p.values((k, k, big, big, small, z, exact_v, weight, value_factor, after, p.slots, dv, dw), rows)
+    by_rows = 1.0 if p.is_causal else float(p.n)  # sums over queries are divided by after, or by the number of rows
+    p.values((k, big, small, exact_v, weight, value_factor, after, p.slots, dv, dw), (by_rows,))
     del exact_v
     dk = torch.empty_like(k, dtype=dtype)
     for part in p.keys:
         if part.turn is not None:
             part.turn((big[part.first_state :], p.pairs, turned))
-        states = turned, big, small
-        part.rows((k, values, *states, z, exact_k, weight, key_factor, after, p.turned_slots, dk, z), rows)
+        given = k, values, turned, big, small, exact_k, weight, key_factor, after, p.turned_slots, dk
+        part.rows(given, (part.first_state, by_rows))
     if s.is_weighted:  # through w_j = exp(s μ·(k_j − c))
         through = (dv * values).sum(-1) + dw
         dk = dk + batch.call.scale * through[..., None] * batch.query_centre[:, None]
