@@ -1,7 +1,7 @@
 """Triton kernels of polynomial attention at degrees 1 and 2: the survey, the forward pass, and gradients.
 
 The parameters of a kernel are tensors, a tuple of integers, floats, and `C`, the `Config` that it is compiled for.
-Importing this module imports triton.
+In Triton 3.6, `tl.full` accepts its sizes, and `tl.zeros` does not. Importing this module imports triton.
 
 Features are computed in registers for the matrix unit. The products x_a y_b of two tiles of 16 coordinates are 256
 features; a pair of tiles and its mirror image are computed once. Keys are transposed to [D, tokens], so that every
@@ -41,7 +41,7 @@ def survey(q_ptr, k_ptr, v_ptr, out_ptr, sizes, C: tl.constexpr):
     block, head, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, e, t = tl.arange(0, C.D), tl.arange(0, C.E), tl.arange(0, C.T)
     to = out_ptr + head
-    plain, centred = tl.zeros([C.T], tl.float32), tl.zeros([C.T], tl.float32)
+    plain, centred = tl.full([C.T], 0.0, tl.float32), tl.full([C.T], 0.0, tl.float32)
     if which == 2:
         for step in tl.range(0, C.STEPS, num_stages=2):
             r = (block * C.STEPS + step) * C.T + t
@@ -102,10 +102,10 @@ def first_moments(x_ptr, y_ptr, v_ptr, w_ptr, out_ptr, sizes, C: tl.constexpr):
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d, e, t = tl.arange(0, C.D), tl.arange(0, C.E), tl.arange(0, C.T)
     x_at, y_at = x_ptr + head * padded * C.D, y_ptr + head * padded * C.D
-    mixed, square = tl.zeros([C.D, C.E], tl.float32), tl.zeros([C.D, C.D], tl.float32)
-    total, mean, weight = tl.zeros([C.D], tl.float32), tl.zeros([C.E], tl.float32), 0.0
+    mixed, square = tl.full([C.D, C.E], 0.0, tl.float32), tl.full([C.D, C.D], 0.0, tl.float32)
+    total, mean, weight = tl.full([C.D], 0.0, tl.float32), tl.full([C.E], 0.0, tl.float32), 0.0
     ones = tl.full([C.T, 16], 1.0, x_ptr.dtype.element_ty)
-    totals, means = tl.zeros([C.D, 16], tl.float32), tl.zeros([C.E, 16], tl.float32)
+    totals, means = tl.full([C.D, 16], 0.0, tl.float32), tl.full([C.E, 16], 0.0, tl.float32)
     begin, end = split * per_split, tl.minimum((split + 1) * per_split, padded)
     for start in tl.range(begin, end, C.T, num_stages=C.STAGES):
         r = start + t
@@ -148,7 +148,7 @@ def second_moments(x_ptr, y_ptr, v_ptr, table_ptr, out_ptr, sizes, C: tl.constex
     y_at = y_ptr + head * padded * C.D + columns[:, None] * padded
     x_at = x_ptr + head * padded * C.D + (shared * 16 + i)[:, None] * padded
     v_at = v_ptr + head * m * C.E + e[None, :]
-    sums = tl.zeros([C.WIDE * 16, C.E], tl.float32)
+    sums = tl.full([C.WIDE * 16, C.E], 0.0, tl.float32)
     for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, padded), C.T, num_stages=C.STAGES):
         r = start + t
         y, x = tl.load(y_at + r[None, :]), tl.load(x_at + r[None, :])
@@ -212,7 +212,7 @@ def finish(
     slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     e, rows = tl.arange(0, C.E), tl.arange(0, 256)
     a0, a1, a2 = own_coefficients(coefficients_ptr, head, a0, a1, a2, C)
-    total, mean = 0.0, tl.zeros([C.E], tl.float32)
+    total, mean = 0.0, tl.full([C.E], 0.0, tl.float32)
     for split in range(splits):
         at = first_ptr + (split * heads + head) * C.first_size + C.D * C.E + C.D * C.D + C.D
         mean += tl.load(at + e)
@@ -224,7 +224,7 @@ def finish(
         first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
         factor = a2 * share * tl.where(first == second, 1.0, 2.0)
         at_square = C.D * C.E + (first * 16 + rows // 16) * C.D + second * 16 + rows % 16
-        sums, weights = tl.zeros([256, C.E], tl.float32), tl.zeros([256], tl.float32)
+        sums, weights = tl.full([256, C.E], 0.0, tl.float32), tl.full([256], 0.0, tl.float32)
         for step in range(splits + 1):
             if C.CAUSAL or step == splits:
                 target = big_ptr + ((step if C.CAUSAL else 0) * heads + head) * C.big_size + slot * 256 * C.E
@@ -235,8 +235,8 @@ def finish(
                 sums += tl.load(source + rows[:, None] * C.E + e[None, :]).to(tl.float32)
                 weights += tl.load(first_ptr + (step * heads + head) * C.first_size + at_square)
     else:
-        mixed, square = tl.zeros([C.D, C.E], tl.float32), tl.zeros([C.D, C.D], tl.float32)
-        z1, n0, z0 = tl.zeros([C.D], tl.float32), tl.zeros([C.E], tl.float32), 0.0
+        mixed, square = tl.full([C.D, C.E], 0.0, tl.float32), tl.full([C.D, C.D], 0.0, tl.float32)
+        z1, n0, z0 = tl.full([C.D], 0.0, tl.float32), tl.full([C.E], 0.0, tl.float32), 0.0
         for step in range(splits + 1):
             if C.CAUSAL or step == splits:
                 state = (step if C.CAUSAL else 0) * heads + head
@@ -285,7 +285,7 @@ def evaluate(
     big, small = big_ptr + (state * heads + head) * C.big_size, small_ptr + (state * heads + head) * C.small_size
     q_at = q_ptr + row_head * n * C.D + r[:, None] * C.D
     q = tl.load(q_at + cx[None, :], mask=here, other=0)
-    total, z = tl.zeros([C.T, C.E], tl.float32), tl.zeros([C.T], tl.float32)
+    total, z = tl.full([C.T, C.E], 0.0, tl.float32), tl.full([C.T], 0.0, tl.float32)
     if C.CAUSAL:
         tk = tl.arange(0, C.TK)
         k_at, v_at = kt_ptr + head * padded * C.D + cx[:, None] * padded, v_ptr + head * m * C.E + co[None, :]
@@ -312,7 +312,7 @@ def evaluate(
         linear = tl.load(big + (C.SLOTS * 256 + part * C.D) * C.E + cx[:, None] * C.E + co[None, :])
         total = tl.dot(q, linear, total, input_precision=C.PRECISION)
     total += tl.load(small + C.D + 1 + co)[None, :]
-    along = tl.zeros([C.T, C.D], tl.float32) + tl.load(small + cx)[None, :]
+    along = tl.full([C.T, C.D], 0.0, tl.float32) + tl.load(small + cx)[None, :]
     if C.SLOTS > 0:
         square = tl.load(big + C.SLOTS * 256 * C.E + 2 * C.D * C.E + cx[:, None] * C.D + cx[None, :])
         along = tl.dot(q, square, along, input_precision=C.PRECISION)
@@ -370,10 +370,10 @@ def query_moments(
         if row_head % groups == 0:
             tl.store(floor_ptr + head * tl.num_programs(0) + split, floor)
     shift = tl.load(shift_ptr + head * shift_size + shift_at + e)
-    mixed, square = tl.zeros([C.D, C.E], tl.float32), tl.zeros([C.D, C.D], tl.float32)
+    mixed, square = tl.full([C.D, C.E], 0.0, tl.float32), tl.full([C.D, C.D], 0.0, tl.float32)
     # The other sums are added up by row of the tile, and over the rows after the loop.
-    along, numerator = tl.zeros([C.T, C.D], tl.float32), tl.zeros([C.T, C.E], tl.float32)
-    weight = tl.zeros([C.T], tl.float32)
+    along, numerator = tl.full([C.T, C.D], 0.0, tl.float32), tl.full([C.T, C.E], 0.0, tl.float32)
+    weight = tl.full([C.T], 0.0, tl.float32)
     for start in range(begin, end, C.T):
         r = start + t
         here = r < end
@@ -420,7 +420,7 @@ def finish_queries(
         kept = tl.load(slot_ptr + 3 * slot)
         first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
         factor = a2 * tl.where(first == second, 1.0, 2.0)
-        sums = tl.zeros([256, C.E], tl.float32)
+        sums = tl.full([256, C.E], 0.0, tl.float32)
         for step in range(splits + 1):
             block = splits - 1 - step
             if (block >= 0) & (block < states) if C.CAUSAL else block < 0:
@@ -437,8 +437,8 @@ def finish_queries(
                     part = tl.load(sums_ptr + source * (256 * C.E) + rows[:, None] * C.E + e[None, :])
                     sums += part.to(tl.float32) * over
     else:
-        mixed, square = tl.zeros([C.D, C.E], tl.float32), tl.zeros([C.D, C.D], tl.float32)
-        z1, n0, z0 = tl.zeros([C.D], tl.float32), tl.zeros([C.E], tl.float32), 0.0
+        mixed, square = tl.full([C.D, C.E], 0.0, tl.float32), tl.full([C.D, C.D], 0.0, tl.float32)
+        z1, n0, z0 = tl.full([C.D], 0.0, tl.float32), tl.full([C.E], 0.0, tl.float32), 0.0
         for step in range(blocks + 1):
             block = blocks - 1 - step
             if (block >= 0) & (block < states) if C.CAUSAL else block < 0:
@@ -496,7 +496,7 @@ def exact_queries(
     q = tl.load(q_ptr + at[:, None] * C.D + d[None, :], mask=r[:, None] < n, other=0)
     grad = tl.load(grad_ptr + at[:, None] * C.E + e[None, :], mask=r[:, None] < n, other=0)
     level = tl.load(level_ptr + at, mask=r < n, other=0)
-    total = tl.zeros([C.T, C.D], tl.float32)
+    total = tl.full([C.T, C.D], 0.0, tl.float32)
     first = block * C.T // per_state * per_state
     for start in tl.range(first, tl.minimum(block * C.T + C.T, m), C.TK, num_stages=C.STAGES):
         c = start + tk
@@ -530,7 +530,8 @@ def exact_keys(
     state = block * C.T // per_state
     floor = tl.load(floor_ptr + head * blocks + state)
     end = tl.minimum((state + 1) * per_state, n)
-    dk, dv, dw = tl.zeros([C.T, C.D], tl.float32), tl.zeros([C.T, C.E], tl.float32), tl.zeros([C.T], tl.float32)
+    dk, dv = tl.full([C.T, C.D], 0.0, tl.float32), tl.full([C.T, C.E], 0.0, tl.float32)
+    dw = tl.full([C.T], 0.0, tl.float32)
     for group in range(groups):
         row = (head * groups + group) * n
         for start in tl.range(block * C.T, end, C.TK, num_stages=C.STAGES):
@@ -566,7 +567,7 @@ def bilinear(
     turned = turned_ptr + ((state - first_state) * heads + head) * (C.turned_slots * 256 * C.D)
     linear = big_ptr + (state * heads + head) * C.big_size + C.SLOTS * 256 * C.E
     x_at, y_at = x_ptr + at[:, None] * C.D, y_ptr + at[:, None] * C.E
-    total, along = tl.zeros([C.T, C.D], tl.float32), tl.zeros([C.T, C.D], tl.float32)
+    total, along = tl.full([C.T, C.D], 0.0, tl.float32), tl.full([C.T, C.D], 0.0, tl.float32)
     total = add_products(total, y_at, x_at, turned, slot_ptr, here, C.turned_slots, C)
     # These products come after the loop: before it, their operands would hold shared memory until it ends.
     x = tl.load(x_at + cx[None, :], mask=here, other=0)
@@ -610,7 +611,7 @@ def query_rows(
 @triton.jit
 def key_factors(factor, head_ptr, after_ptr, w_ptr, head, states, state, at, is_key, C: tl.constexpr):
     """Return factor · (factor of the head) · after[state] · w for T keys, where present."""
-    scaled = tl.zeros([C.T], tl.float32) + factor
+    scaled = tl.full([C.T], 0.0, tl.float32) + factor
     scaled *= tl.load(head_ptr + head * C.small_size + (C.small_size - 1) if C.PLAIN else head_ptr + head)
     if C.CAUSAL:
         scaled *= tl.load(after_ptr + head * states + state)
@@ -658,7 +659,7 @@ def value_rows(
     state = tl.minimum(block * C.T // per_state, last_state)
     big, small = big_ptr + (state * heads + head) * C.big_size, small_ptr + (state * heads + head) * C.query_small_size
     k_at, linear = k_ptr + at[:, None] * C.D, big + C.SLOTS * 256 * C.E
-    total = tl.zeros([C.T, C.E], tl.float32)
+    total = tl.full([C.T, C.E], 0.0, tl.float32)
     total = add_products(total, k_at, k_at, big, slot_ptr, here, C.SLOTS, C)
     scaled = key_factors(factor, head_ptr, after_ptr, w_ptr, head, last_state + 1, state, at, r < n, C)
     k = tl.load(k_at + d[None, :], mask=here, other=0)  # after the loop, as in `bilinear`
@@ -667,7 +668,7 @@ def value_rows(
         total = tl.dot(k, matrix, total, input_precision=C.PRECISION)
     total += tl.load(small + C.D + 1 + e)[None, :]
     if C.HAS_Z:
-        along = tl.zeros([C.T, C.D], tl.float32)
+        along = tl.full([C.T, C.D], 0.0, tl.float32)
         if C.SLOTS > 0:
             square = tl.load(linear + 2 * C.D * C.E + d[:, None] * C.D + d[None, :])
             along = tl.dot(k, square, along, input_precision=C.PRECISION)
