@@ -204,8 +204,8 @@ def sweep(
 
     `task = "collapse-error"`, `repetitions = 3`, and under `[parameters]` a list for each parameter: `method =
     ["mean-field"]`, `eta = [0.001, 0.01]`, `layers = [4, 12]`, `heads = [2]`, `dim = [16]`, `tokens = [64]`. Tasks:
-    collapse-error, certificate, causal-certificate, effective-depth, rank-collapse, fast-attention, separation,
-    trained-depth.
+    collapse-error, certificate, causal-certificate, exact-supremum, effective-depth, rank-collapse, fast-attention,
+    separation, trained-depth.
     """
     from depthgauge.base.io import check_outputs
     from depthgauge.sweeps.store import export_rows

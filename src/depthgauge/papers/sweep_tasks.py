@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -45,7 +45,9 @@ from depthgauge.sweeps.grid import (
     text,
 )
 from depthgauge.theory.certificates.certificate import EFFORTS, certify
+from depthgauge.theory.certificates.exact_supremum import ExactLimits, Shares
 from depthgauge.theory.certificates.printed import log_dong_rate, printed_bound
+from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.enclosures import sign_norm_up
@@ -53,7 +55,7 @@ from depthgauge.theory.linalg.norms import Center, center_row, composite_norm, m
 from depthgauge.theory.measures.quantities import weight_sizes
 from depthgauge.theory.network.network import NORMS, Layer, SelfAttentionNetwork, softmax_attention
 from depthgauge.theory.network.random_networks import DISTRIBUTIONS, random_network, uniform_inputs
-from depthgauge.theory.surrogates.closed_forms import METHODS, drift_matrix, refusal
+from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, METHODS, drift_matrix, refusal
 
 # --- Rank collapse below the floating-point floor ---------------------------------------------------------------------
 # Rank collapse below the floating-point floor: states split into a common row and a residual with its own scale.
@@ -227,8 +229,14 @@ def _applicable(parameters: Values, causal: bool = False) -> Values:
 
 
 @cache
-def _refusal(method: str, skip: bool, length: int | None) -> str | None:
-    return refusal(random_network(1, 1, 1, 1.0, skip=skip, causal=length is not None), method, length)
+def _refusal(method: str, skip: bool, length: int | None, blocks: bool = False) -> str | None:
+    kind: dict[str, Any] = _blocks(1) if blocks else {}
+    return refusal(random_network(1, 1, 1, 1.0, skip=skip, causal=length is not None, **kind), method, length)
+
+
+def _blocks(dim: int) -> dict[str, Any]:
+    """Return the settings of a random network that has LayerNorm before its sublayers, and MLPs as wide as a token."""
+    return {"norm": "pre", "mlp": dim, "mlp_skip": True}
 
 
 def _inputs(cell: Cell, samples: int = 1) -> torch.Tensor:
@@ -260,6 +268,37 @@ def certificate(cell: Cell) -> Values:
         "printed": printed.printed_bound,
         "printed_applies": printed.printed_applies,
     }
+
+
+def _applicable_exactly(parameters: Values) -> Values:
+    """Return the parameters; raise if the method does not apply to a network of this kind."""
+    reason = _refusal(parameters["method"], True, None, parameters["blocks"])
+    if reason is not None:
+        raise InputError(reason)
+    return parameters
+
+
+def exact_supremum(cell: Cell) -> Values:
+    """Compute the default certificate over all prompts of some tokens, and an enclosure of the supremum itself.
+
+    - `lower`, `upper`: the attacked lower bound and the default upper bound on sup ‖S(X) − S'(X)‖max
+    - `exact_lower`, `exact_upper`: the enclosure; it is wider than the tolerance if the time was not enough
+
+    A repetition has the same tokens, and the same weights up to the factor η, for every method and η.
+    """
+    p, common = cell.parameters, replace(cell, parameters={"seed": cell.parameters["seed"]})
+    shape, kind = (p["layers"], p["heads"], p["dim"], p["eta"]), _blocks(p["dim"]) if p["blocks"] else {}
+    network = random_network(*shape, **kind, seed=common.seed("network"))
+    tokens = Tokens(uniform_inputs(1, p["vocabulary"], p["dim"], seed=common.seed("tokens"))[0])
+    surrogate = collapse(network, p["method"])
+    usual = certify(network, surrogate, inputs=tokens, seed=common.seed("attack"))
+    limits = {"tolerance": p["tolerance"], "seconds": p["seconds"]}
+    exact = certify(network, surrogate, inputs=tokens, effort="exact", **limits)
+    assert isinstance(exact.method, Shares)
+    if exact.method.is_interrupted:  # the sweep stops, and computes the cell when it is continued
+        raise KeyboardInterrupt
+    bounds = {"lower": usual.lower, "upper": usual.upper}
+    return {**bounds, "exact_lower": exact.method.attained, "exact_upper": exact.upper}
 
 
 def depth(cell: Cell) -> Values:
@@ -432,6 +471,18 @@ TASKS: dict[str, Task] = {
         Task(
             _CAUSAL, 1, {**_METHOD, **_NETWORK, **_OPTIONS, **_TOKENS, "seed": SEED}, certificate,
             partial(_applicable, causal=True),
+        ),
+        Task(
+            "exact-supremum", 1,
+            {
+                "method": Parameter(choice(*CLOSED_FORMS)), **_NETWORK,
+                "vocabulary": Parameter(count("the number of different tokens")),
+                "blocks": Parameter(flag("whether layers have LayerNorm, and MLPs as wide as a token"), False),
+                "tolerance": Parameter(positive("the relative width of the enclosure"), ExactLimits.tolerance),
+                "seconds": Parameter(positive("the time after which the search ends"), ExactLimits.seconds),
+                "seed": SEED,
+            },
+            exact_supremum, _applicable_exactly,
         ),
         Task(
             "effective-depth", 1,

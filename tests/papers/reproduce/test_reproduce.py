@@ -139,7 +139,7 @@ def test_no_id_means_all_default_figures_and_duplicates_are_dropped(
 
     monkeypatch.setattr(module, "reproduce", note)
     reproduce_all([], tmp_path)
-    assert asked == ["A1", "A2", "A3", "A4", "A5", "A6", "A7", "B3", "B4", "B5", "B7", "B-degree"]
+    assert asked == ["A1", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()
     reproduce_all(["B4a", "B4a"], tmp_path)
     assert asked == ["B4a"]

@@ -86,6 +86,10 @@ FIGURES: dict[str, Figure] = {
             "A7", "Distance of two layers from every one-layer network against the weight size η and the width.",
             "one_layer_figure:OneLayerDistance",
         ),
+        Figure(
+            "A8", "Proved and attacked bounds over the exact supremum over prompts, against the weight size η.",
+            "exact_figure:ExactSuprema",
+        ),
         _separation("B3", "ab", "Figure 3 of paper B, the success rate of softmax regression against n and m."),
         _separation(
             "B4", "abcdef",

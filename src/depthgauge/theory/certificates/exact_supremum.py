@@ -165,13 +165,14 @@ class Shares(Method):
         attained: the largest |S − S'| at a vertex, rounded down; a prompt comes arbitrarily close.
         cover: the vertices of simplices that cover all shares, [N, v, v].
         is_finished: whether the enclosure is as narrow as the tolerance asks.
+        is_interrupted: whether the user stopped the search.
     """
 
     lost_at = 0
 
     def __init__(self, comparison: Comparison, limits: ExactLimits, progress: Step = silent) -> None:
         self.limits, self.progress = limits, progress
-        self.attained, self.is_finished = 0.0, False
+        self.attained, self.is_finished, self.is_interrupted = 0.0, False, False
         self._best: tuple[Tensor, int] | None = None
         super().__init__(comparison)
 
@@ -219,7 +220,7 @@ class Shares(Method):
                 made = self._evaluated(pair, E, *_bisected(chosen))
                 state = Found(*(torch.cat(pair) for pair in zip(rest, made, strict=True))), closed
         except KeyboardInterrupt:
-            why = "stopped by the user"
+            why, self.is_interrupted = "stopped by the user", True
         found, closed = state
         whole = Found(*(torch.cat(parts) for parts in zip(found, *closed, strict=True)))
         value = whole.bounds.amax(0)
