@@ -25,6 +25,7 @@ import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
 from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.certificate import Certificate
+from depthgauge.theory.certificates.exact_supremum import Shares
 from depthgauge.theory.certificates.forward_rounding import ForwardPass
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 
@@ -94,6 +95,15 @@ def wide_block(random: Random) -> Case:
     return Case(network, dg.collapse(network, "parallel"), {"inputs": inputs})
 
 
+def exact(random: Random) -> Case:
+    """Draw a network as `over_tokens` or `wide_block` do, and enclose the supremum itself."""
+    case = random.choice([over_tokens, wide_block])(random)
+    tokens = case.request["inputs"]
+    if case.network.causal and tokens.length is None:
+        tokens = dg.Tokens(tokens.embeddings, length=4)
+    return Case(case.network, case.surrogate, {"inputs": tokens, "effort": "exact", "tolerance": 0.1, "seconds": 0.5})
+
+
 def without_skips(random: Random) -> Case:
     """Draw a network without skip connections, over a box."""
     return recipe(random, skip=False, kind="radius", surrogate=random.choice(["closed", "folded", "arbitrary"]))
@@ -118,6 +128,7 @@ KINDS: dict[str, Callable[[Random], Case]] = {
     "tokens": over_tokens,
     "causal": causal,
     "wide block": wide_block,
+    "exact": exact,
 }
 
 
@@ -160,6 +171,20 @@ def violation(certificate: Certificate, seed: int) -> str | None:
     return None
 
 
+def contradiction(certificate: Certificate, seed: int) -> str | None:
+    """Return how an exact supremum contradicts the default certificate of the same networks, or None."""
+    if certificate.effort != "exact" or not isinstance(certificate.inputs, dg.Tokens):
+        return None
+    compared = certificate.network, certificate.surrogate
+    usual = dg.certify(*compared, inputs=certificate.inputs, starts=2, steps=6, seed=seed)
+    attained = certificate.method.attained if isinstance(certificate.method, Shares) else certificate.lower
+    if usual.upper is not None and attained > usual.upper:
+        return f"the supremum is at least {attained}, the default upper is {usual.upper}"
+    if certificate.upper is not None and certificate.upper < usual.lower:
+        return f"the supremum is at most {certificate.upper}, the attacked lower is {usual.lower}"
+    return None
+
+
 def rounding_violation(certificate: Certificate, seed: int) -> str | None:
     """Return which network rounds by more in float32 than its bound for computed outputs says, or None."""
     for net in (certificate.network, certificate.surrogate):
@@ -185,7 +210,7 @@ def outcome(case: Case, seed: int, *, is_verified: bool) -> tuple[list[str], str
         certificate = dg.certify(case.network, case.surrogate, **case.request, starts=2, steps=6, seed=seed)
     except InputError:  # a surrogate that no method covers, such as all heads side by side with MLPs
         return ["refused"], None
-    wrong = violation(certificate, seed)
+    wrong = violation(certificate, seed) or contradiction(certificate, seed)
     if wrong is None and certificate.tokens is not None:
         wrong = rounding_violation(certificate, seed)
     if certificate.upper is None or wrong is not None:

@@ -6,7 +6,7 @@ from random import Random
 
 import certificate_campaign
 import pytest
-from certificate_campaign import KINDS, rounding_violation, violation
+from certificate_campaign import KINDS, contradiction, rounding_violation, violation
 
 import depthgauge as dg
 from depthgauge.theory.certificates.certificate import Certificate
@@ -26,6 +26,21 @@ def test_a_bound_that_is_too_small_is_found_by_the_search_and_by_random_inputs(k
     tried = violation(replace(certificate, lower=0.0, upper=certificate.lower * 1e-3), 0)
     assert tried is not None
     assert "an input differs" in tried
+
+
+def test_a_supremum_and_a_default_certificate_that_exclude_each_other_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certificate = next(c for c in (drawn_certificate("exact", seed) for seed in range(9)) if c.upper and c.lower > 1e-9)
+    assert contradiction(certificate, 0) is None
+    below = contradiction(replace(certificate, upper=certificate.lower / 2), 0)
+    assert below is not None
+    assert below.startswith("the supremum is at most")
+    usual = replace(certificate, upper=certificate.lower / 2)
+    monkeypatch.setattr(dg, "certify", lambda *_, **__: usual)
+    above = contradiction(certificate, 0)
+    assert above is not None
+    assert above.startswith("the supremum is at least")
 
 
 def test_a_network_that_rounds_by_more_than_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
