@@ -61,7 +61,9 @@ class ExactSuprema(GridStudy):
         """Draw the proved bound over the supremum, and below it the attacked one."""
         with figure_style():
             figure = Figure(figsize=(7.3, 4.4), layout="constrained")
-            grid = figure.subplots(2, len(self.SHAPES), sharex=True, sharey="row", height_ratios=(2.6, 1))
+            grid = figure.subplots(
+                2, len(self.SHAPES), sharex=True, sharey="row", squeeze=False, height_ratios=(2.6, 1)
+            )
             lines = [_line(k) for k in range(len(_LINES))]
             for (proved, attacked), shape in zip(grid.T, self.SHAPES, strict=True):
                 for k, (line, kind) in enumerate(zip(lines, _LINES, strict=True)):
