@@ -380,7 +380,7 @@ class _Observed:
     def tick(self, step: int) -> tuple[bool, bool]:
         """Report progress; return whether to save now, and whether the time is over."""
         self.elapsed = _of_first(self._earlier + time.perf_counter() - self._started)
-        self.progress(round(1000 * self.share_done(step)), 1000, "recovery")
+        self.progress(int(100 * self.share_done(step)), 100, "percent of the recovery")
         is_late = self.training.seconds is not None and self.elapsed >= self.training.seconds
         if is_late:
             self.ended = TIME_OVER
