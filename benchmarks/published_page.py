@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 
 from depthgauge.papers.reproduce.style import BLUE, DASHED, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
+from depthgauge.results.labels import objective_label
+from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
 
 RECOVERED = "depthgauge, recovered"
 STYLES = {
@@ -26,7 +28,9 @@ TOP = 2.2
 
 def write_page(path: Path, documents: Sequence[dict[str, Any]]) -> None:
     """Write docs/results.md, and its figure into the folder `figures` beside it."""
-    sections = (line for one in documents for line in _section(one))
+    encoders = [check_shrink(one, path.name) for one in documents if "curve" in one]
+    documents = [one for one in documents if "curve" not in one]
+    sections = [*(line for one in documents for line in _section(one)), *_encoders(encoders)]
     lines = [*INTRODUCTION.splitlines(), "", *_summary(documents), *sections, *METHODS.splitlines()]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with figure_style():
@@ -174,6 +178,32 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
         cells = [str(size["removed"]), f"{size['parameters'] / 1e6:.0f} million"]
         cells += [f"{size['gguf_bytes'] / document['bytes']:.2f} of the size"] if is_gguf else []
         yield f"| {' | '.join(cells)} |"
+
+
+def _encoders(records: Sequence[ShrinkRecord]) -> Iterator[str]:
+    """Yield the section of an encoder, from a record of `shrink` for each size."""
+    if not records:
+        return
+    first = records[0]
+    name, layers, versions = first.name, first.layers_before, first.versions
+    counts = sorted({point.removed for record in records for point in record.curve} - {0})
+    values = {(point.method, point.removed): point.increase for record in records for point in record.curve}
+    yield from ("", f"## {name}", "")
+    text = (
+        f"An encoder of {layers} blocks, {first.parameters.before / 1e6:.0f} million parameters: "
+        f"{objective_label(first.objective).title}, against those of the dense model, on the windows that the blocks "
+        f"were chosen on, and of the last line on windows nothing read. By `shrink` on {versions['machine']} with "
+        f"depthgauge {versions['depthgauge']}."
+    )
+    yield from textwrap.wrap(text, 120)
+    yield from ("", f"| method | {' | '.join(f'{count} removed' for count in counts)} |")
+    yield "| --- " * (len(counts) + 1) + "|"
+    for method in dict.fromkeys(method for method, removed in values if removed):
+        cells = [f"{values[method, count]:.4f}" if (method, count) in values else "" for count in counts]
+        yield f"| {method} | {' | '.join(cells)} |"
+    unseen = {len(record.removed): record.loss for record in records}
+    cells = [f"{one.shrunk:.4f} ({one.low:.4f} to {one.high:.4f})" for _, one in sorted(unseen.items())]
+    yield f"| depthgauge, on windows that nothing read | {' | '.join(cells)} |"
 
 
 def _measured_with(document: dict[str, Any]) -> str:

@@ -126,7 +126,14 @@ def data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest tests first, so that no worker is left with one of them at the end."""
+    """Start the longest tests first, so that no worker is left with one of them at the end.
+
+    Tests that share a fixture of their module run in one process; another one would make it again.
+    """
+    for item in items:
+        made = [one for several in item._fixtureinfo.name2fixturedefs.values() for one in several]  # type: ignore[attr-defined]
+        if any(one.scope == "module" for one in made) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
