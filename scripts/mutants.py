@@ -11,7 +11,6 @@ change of the source, an error that cannot be planted any more must be replaced 
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from check_readme import copy_project
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src") / "depthgauge"
@@ -241,16 +242,6 @@ def chosen(words: Sequence[str]) -> list[PlantedError]:
     if stale or not some:
         sys.exit("\n".join(stale) or f"no error contains {' or '.join(words)}")
     return some
-
-
-def copy_project(folder: Path) -> None:
-    """Copy the files of the project that git knows or does not ignore."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
 
 
 def run_tests(folder: Path, tests: str, log: Path) -> int:
