@@ -585,9 +585,10 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         ("method", "layers removed", "increase"),
         tuple((point.method, point.removed, point.increase) for point in record.curve),
     )
-    noun, repaired = record.plan.calibration.noun, "only the result" if record.repaired else "nothing"
+    noun, only = record.plan.calibration.noun, "only the result" if record.repaired else "nothing"
+    how = "trained" if record.recovery is not None and record.recovery.kept else "repaired"
     caption = (
-        f"Measured on the selection {noun}s; {repaired} was repaired. {words} The cost itself was measured on other "
+        f"Measured on the selection {noun}s; {only} was {how}. {words} The cost itself was measured on other "
         f"{noun}s."
     )
     second, before, after = None, record.parameters.before, record.parameters.after
