@@ -98,7 +98,7 @@ table_keys = ("dense", "shrunk", "increase", "low", "high")
 
 
 def test_recordings_are_not_called_texts_or_windows() -> None:
-    document = copy.deepcopy(DOCUMENT) | {"repaired": False}
+    document = copy.deepcopy(DOCUMENT) | {"repaired": False, "recovery": None}
     document["texts"] = [document["texts"][0] | {"kind": "recordings", "name": "spoken"}]
     document["plan"]["calibration"]["sources"] = [
         document["plan"]["calibration"]["sources"][0] | {"kind": "recordings", "name": "spoken"}
@@ -108,6 +108,7 @@ def test_recordings_are_not_called_texts_or_windows() -> None:
     assert parts["texts"].title == "What it costs on your recordings"
     assert "by kind" not in parts["texts"].table.title
     assert parts["curve"].caption.startswith("Measured on the selection recordings; nothing was repaired. ")
+    assert "only the result was trained. " in parts_of(copy.deepcopy(DOCUMENT))["curve"].caption
     assert f"{record.layers_before} layers of the decoder before" in parts["stack"].caption
     assert dict(shrink_facts(record))["layers"].endswith(" of the decoder")
     assert f"of {record.layers_before} layers of the decoder are kept" in shrink_verdict(record)

@@ -585,12 +585,10 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         ("method", "layers removed", "increase"),
         tuple((point.method, point.removed, point.increase) for point in record.curve),
     )
-    noun, only = record.plan.calibration.noun, "only the result" if record.repaired else "nothing"
-    how = "trained" if record.recovery is not None and record.recovery.kept else "repaired"
-    caption = (
-        f"Measured on the selection {noun}s; {only} was {how}. {words} The cost itself was measured on other "
-        f"{noun}s."
-    )
+    is_trained, noun = record.recovery is not None and record.recovery.kept, record.plan.calibration.noun
+    changed = f"only the result was {'trained' if is_trained else 'repaired'}"
+    changed = changed if is_trained or record.repaired else "nothing was repaired"
+    caption = f"Measured on the selection {noun}s; {changed}. {words} The cost itself was measured on other {noun}s."
     second, before, after = None, record.parameters.before, record.parameters.after
     if before and after is not None:
         shares, at = [100.0, 100 * after / before], [0, len(record.removed)]
