@@ -38,6 +38,7 @@ EXAMPLES = {
     "certificate": {"method": "mean-field", **TINY},
     "causal-certificate": {"method": "mean-field", "tokens": 4, **TINY},
     "effective-depth": {"tolerance": 1e-3, "tokens": 8, **TINY},
+    "exact-supremum": {"method": "mean-field", "vocabulary": 2, **TINY},
     "fast-attention": {"tolerance": 1e-3, "tokens": 8, "length": 4096, **TINY},
     "rank-collapse": {"tokens": 8, **NETWORK},
     "separation": {"kind": "cross"},

@@ -210,7 +210,9 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None
         for key in ("layer_types", "layers_block_type"):
             if key in settings:
                 settings[key] = (settings[key] * layers)[:layers]
-    model = getattr(transformers, cls)(getattr(transformers, config)(**settings)).eval()
+    with torch.random.fork_rng(devices=[]):  # some classes draw vectors, such as the steps of Mamba 2
+        torch.manual_seed(seed)
+        model = getattr(transformers, cls)(getattr(transformers, config)(**settings)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
