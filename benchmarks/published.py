@@ -1,13 +1,14 @@
 """The comparison of docs/results.md: several methods of removing 10, 25 and 40 % of the blocks, measured alike.
 
     python benchmarks/published.py MODEL --text a.txt b.txt c.txt --work results/published --out NAME.json
-    python benchmarks/published.py --page docs/results.md benchmarks/results/published-*.json
+    python benchmarks/published.py --page docs/results.md benchmarks/results/{published,encoder}-*.json
 
 The first command makes every shrunk model as a directory in `--work` and measures them all with one call of
 `depthgauge.evaluate`: perplexity and bits per byte on the texts and on the built-in text, and the cloze task, on the
 same windows and items for all. Two thirds of each text are for calibration, the rest for measuring (`divide_texts`).
 Directories that exist are used again. The second command writes the page from the results of any number of models.
-Speed is measured by speed_ratio.py.
+Speed is measured by speed_ratio.py. An encoder is shown by the `depthgauge.json` of its shrunk models, a file for each
+number of removed blocks.
 
 - ShortGPT, UIDL and SLEB choose blocks, without repair; see shrink_peers.py. SLEB is greedy removal by loss.
 - depthgauge is `shrink` with `--effort quick` and the default, both without training, and the default with `--recover`

@@ -191,9 +191,9 @@ def _encoders(records: Sequence[ShrinkRecord]) -> Iterator[str]:
     yield from ("", f"## {name}", "")
     text = (
         f"An encoder of {layers} blocks, {first.parameters.before / 1e6:.0f} million parameters: "
-        f"{objective_label(first.objective).title}, against those of the dense model, on the windows that the blocks "
-        f"were chosen on, and of the last line on windows nothing read. By `shrink` on {versions['machine']} with "
-        f"depthgauge {versions['depthgauge']}."
+        f"{objective_label(first.objective).title} of the dense and the smaller model, on the windows that decided "
+        f"which blocks go; in the last line, on windows that decided nothing. Made by `shrink --effort quick --recover "
+        f"off` on {versions['machine']} with depthgauge {versions['depthgauge']}."
     )
     yield from textwrap.wrap(text, 120)
     yield from ("", f"| method | {' | '.join(f'{count} removed' for count in counts)} |")
@@ -203,7 +203,7 @@ def _encoders(records: Sequence[ShrinkRecord]) -> Iterator[str]:
         yield f"| {method} | {' | '.join(cells)} |"
     unseen = {len(record.removed): record.loss for record in records}
     cells = [f"{one.shrunk:.4f} ({one.low:.4f} to {one.high:.4f})" for _, one in sorted(unseen.items())]
-    yield f"| depthgauge, on windows that nothing read | {' | '.join(cells)} |"
+    yield f"| depthgauge, on other windows | {' | '.join(cells)} |"
 
 
 def _measured_with(document: dict[str, Any]) -> str:
