@@ -324,11 +324,11 @@ def test_a_hidden_unit_of_unknown_sign_and_size_may_bend_anywhere() -> None:
 @given(p=st.floats(0, 10), q=st.floats(0, 10), radius=st.floats(0.1, 3), share=st.floats(0, 1))
 def test_the_cubic_maximum_is_an_upper_bound(p: float, q: float, radius: float, share: float) -> None:
     mu, outward = share * radius, Outward()
-    float_top = cubic_maximum(outward, outward.upper([p]), outward.upper([q]), radius).floats().item()
+    both = [torch.tensor([x], dtype=torch.float64) for x in (p, q)]
+    float_top = cubic_maximum(outward, *map(outward.upper, both), radius).floats().item()
     with precision(128):
         A = ArbArithmetic(outward.record)
-        both = (A.upper(torch.tensor([x], dtype=torch.float64)) for x in (p, q))
-        top = cubic_maximum(A, *both, radius).top().x[0]
+        top = cubic_maximum(A, *map(A.upper, both), radius).top().x[0]
         for point in (arb(mu), arb(float(outward.record[0][1]))):
             assert top * (1 + arb(2) ** -100) >= (arb(p) + arb(q) * point) * (arb(radius) ** 2 - point**2)
         grid = [(p + q * m) * (radius**2 - m**2) for m in torch.linspace(0, radius, 400, dtype=torch.float64).tolist()]
