@@ -586,8 +586,9 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         tuple((point.method, point.removed, point.increase) for point in record.curve),
     )
     is_trained, noun = record.recovery is not None and record.recovery.kept, record.plan.calibration.noun
-    changed = f"only the result was {'trained' if is_trained else 'repaired'}"
-    changed = changed if is_trained or record.repaired else "nothing was repaired"
+    changed = "only the result was trained" if is_trained else "only the result was repaired"
+    if not (is_trained or record.repaired):
+        changed = "nothing was repaired"
     caption = f"Measured on the selection {noun}s; {changed}. {words} The cost itself was measured on other {noun}s."
     second, before, after = None, record.parameters.before, record.parameters.after
     if before and after is not None:
