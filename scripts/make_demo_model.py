@@ -4,6 +4,7 @@ A Llama with eight small blocks learns the facts of a village, to combine two of
 learns from has another seed than the demonstration's.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ STEPS, BATCH, WINDOW, RATE = 2_000, 16, 128, 3e-3
 
 def main() -> None:
     """Train the tokenizer and the model, and save both."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     text = demo_text(LINES, SEED).splitlines(keepends=True)
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -19,7 +19,7 @@ from depthgauge.base.errors import EndedRunError
 from depthgauge.cli.main import main
 
 SCRIPT = Path(__file__).parents[1] / "support" / "divided_runs.py"
-SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick", "recover": "60k"}
+SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick", "recover": "30k"}
 AGAIN: dict[str, Any] = {"window": 16, "tokens": "8k", "general": "none"}
 
 
