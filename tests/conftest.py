@@ -125,10 +125,12 @@ def data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest tests first, so that no worker is left with one of them at the end.
 
-    Tests that share a fixture of their module run in one process; another one would make it again.
+    Tests that share a fixture of their module run in one process; another one would make it again. The groups must be
+    named before pytest-xdist reads them, in the same hook.
     """
     for item in items:
         made = [one for several in item._fixtureinfo.name2fixturedefs.values() for one in several]  # type: ignore[attr-defined]
@@ -150,8 +152,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                tests[report.nodeid] += report.duration
-                files[report.nodeid.partition("::")[0]] += report.duration
+                file = report.nodeid.partition("::")[0]
+                tests[report.nodeid.removesuffix(f"@{file}")] += report.duration
+                files[file] += report.duration
     out.parent.mkdir(exist_ok=True)
     out.write_text("".join(f"{taken:8.2f} s  {name}\n" for name, taken in tests.most_common(200)), encoding="utf-8")
     terminalreporter.section(f"slowest files of {files.total():.0f} s; the slowest tests are in {out}")

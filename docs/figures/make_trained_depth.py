@@ -5,9 +5,9 @@ Two steps, on two machines if you like:
     python docs/figures/make_trained_depth.py train runs --device cuda      # needs torch, no other heavy package
     python docs/figures/make_trained_depth.py certify runs trained.db       # needs depthgauge, on the CPU
 
-`train` keeps the weights of every batch in a file of `runs`; run it again to resume. Several processes may train
-different tasks (`--problems`) at the same time. `certify` measures and certifies
-every model, and commits its rows to a store; run it again to resume. Then
+`train` keeps the weights of every batch in a file of `runs`, and `certify` measures and certifies every model, and
+commits its rows to a store; run them again to resume. `--jobs` trains several batches at once, which fills a GPU if
+NVIDIA's MPS runs there. Then
 
     depthgauge reproduce T1 T2 T3 T4 --store trained.db --out figures
     depthgauge sweep --store trained.db --export trained-depth.csv
@@ -17,8 +17,10 @@ every model, and commits its rows to a store; run it again to resume. Then
 
 import argparse
 import itertools
+import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,28 +98,36 @@ def parameters_of(plan: ExperimentPlan) -> Iterator[dict[str, Any]]:
             yield dict(zip(lists, values, strict=True))
 
 
-def batches(plan: ExperimentPlan, problems: Sequence[str] = ()) -> list[ModelFamily]:
-    """Return the batches of the plan, the deepest first; `problems` names the tasks, and none of them means all."""
+def batches(plan: ExperimentPlan) -> list[ModelFamily]:
+    """Return the batches of the plan, the deepest first."""
     found = families(list(parameters_of(plan)), member_seeds(SEED, plan.seeds))
-    chosen = [family for family in found if not problems or family.parameters["problem"] in problems]
-    return sorted(chosen, key=lambda family: -family.parameters["layers"])
+    return sorted(found, key=lambda family: -family.parameters["layers"])
 
 
-def train(plan: ExperimentPlan, folder: Path, device: str, limit: float, problems: Sequence[str] = ()) -> None:
-    """Train every batch and print its accuracies; stop before a batch if `limit` seconds have passed."""
+def trained(work: tuple[ModelFamily, Path, str, float]) -> tuple[list[float], float] | None:
+    """Train a batch, and return its accuracies and seconds; None if it is too late to start."""
+    family, folder, device, until = work
+    start = time.time()
+    return None if start > until else (family.train(folder, device), time.time() - start)
+
+
+def train(plan: ExperimentPlan, folder: Path, device: str, limit: float, jobs: int = 1) -> None:
+    """Train every batch and print its accuracies; start none after `limit` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    begun, models = time.perf_counter(), 0
-    for family in batches(plan, problems):
-        if time.perf_counter() - begun > limit:
-            print(f"stopped after {limit:.0f} s; run the same command again to resume")
-            return
-        start = time.perf_counter()
-        accuracy = family.train(folder, device)
-        models += len(accuracy)
-        per_eta = [accuracy[i : i + plan.seeds] for i in range(0, len(accuracy), plan.seeds)]
-        shown = " ".join(f"{eta}:{sum(a) / len(a):.2f}" for eta, a in zip(family.etas, per_eta, strict=True))
-        print(f"{family.name} {time.perf_counter() - start:.0f} s  {shown}", flush=True)
-    print(f"{models} models in {time.perf_counter() - begun:.0f} s on {device}")
+    begun, models = time.time(), 0
+    work = [(family, folder, device, begun + limit) for family in batches(plan)]
+    with multiprocessing.get_context("spawn").Pool(jobs) if jobs > 1 else nullcontext() as pool:
+        done = map(trained, work) if pool is None else pool.imap(trained, work)
+        for (family, *_), result in zip(work, done, strict=True):
+            if result is None:
+                print(f"stopped after {limit:.0f} s; run the same command again to resume")
+                return
+            accuracy, seconds = result
+            models += len(accuracy)
+            per_eta = [accuracy[i : i + plan.seeds] for i in range(0, len(accuracy), plan.seeds)]
+            shown = " ".join(f"{eta}:{sum(a) / len(a):.2f}" for eta, a in zip(family.etas, per_eta, strict=True))
+            print(f"{family.name} {seconds:.0f} s  {shown}", flush=True)
+    print(f"{models} models in {time.time() - begun:.0f} s on {device}")
 
 
 def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
@@ -176,16 +186,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (train)")
     parser.add_argument("--quick", action="store_true", help="the small version")
     parser.add_argument("--limit", type=float, default=1e9, help="start no batch after this many seconds (train)")
-    parser.add_argument(
-        "--problems", nargs="*", default=[], help="train these tasks alone, all if none is named (train)"
-    )
-    parser.add_argument("--jobs", type=int, default=-1, help="processes (certify)")
+    parser.add_argument("--jobs", type=int, help="processes; by default one to train, one for each core to certify")
     given = parser.parse_args()
     plan = QUICK if given.quick else FULL
     if given.step == "train":
-        train(plan, given.folder, given.device, given.limit, given.problems)
+        train(plan, given.folder, given.device, given.limit, given.jobs or 1)
     else:
-        certify(plan, given.folder, given.store, given.jobs)
+        certify(plan, given.folder, given.store, given.jobs or -1)
 
 
 if __name__ == "__main__":

@@ -276,8 +276,9 @@ class CausalBlocks(TrainedStudy):
         """Return the matplotlib figure: one panel for each task."""
         plan = self.plan
         kinds = [(f"{layers} blocks", k, {"layers": layers}) for k, layers in enumerate(plan.decoder_layers, start=1)]
-        panels = [self.panel(results, _NAMES[name], plan.etas, kinds, {}, problem=name) for name in plan.decoded]
-        return draw_accuracy(plan.etas, [panels])
+        etas = plan.decoder_etas
+        panels = [self.panel(results, _NAMES[name], etas, kinds, {}, problem=name) for name in plan.decoded]
+        return draw_accuracy(etas, [panels])
 
 
 def _figure(columns: int, height: float) -> Figure:

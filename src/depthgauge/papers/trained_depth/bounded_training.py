@@ -421,8 +421,8 @@ class ExperimentPlan:
     """The models of figures T1 to T4 at one scale.
 
     T1 and T2 have the tasks `problems` and the values `etas` of η, T3 has the tasks `contrasted` and the values `few`,
-    and T4 the tasks `decoded` and the depths `decoder_layers`. `shape` holds heads, width and training options; `seeds`
-    is the number of models at every setting.
+    and T4 the tasks `decoded`, the depths `decoder_layers` and the values `smallest` as well as `etas`. `shape` holds
+    heads, width and training options; `seeds` is the number of models at every setting.
     """
 
     problems: tuple[str, ...]
@@ -435,6 +435,7 @@ class ExperimentPlan:
     contrast_layers: int = 4
     """The larger number of layers in T3."""
     decoded: tuple[str, ...] = ()
+    smallest: tuple[float, ...] = ()
     decoder_layers: tuple[int, ...] = (2, 4)
 
     @property
@@ -446,6 +447,11 @@ class ExperimentPlan:
     def wide(self) -> int:
         """The number of heads of one layer with as many heads as the deepest network."""
         return self.deepest * int(self.shape["heads"])
+
+    @property
+    def decoder_etas(self) -> tuple[float, ...]:
+        """The values of η of T4."""
+        return self.smallest + self.etas
 
     def depth_grids(self) -> list[Lists]:
         """Return the grids of T1: every task, depth and η; and one layer with the heads of the deepest network.
@@ -472,7 +478,7 @@ class ExperimentPlan:
         """Return the grids of T4: causal blocks with LayerNorm before attention and MLP."""
         if not self.decoded:
             return []
-        etas: list[Eta] = [*self.etas, UNBOUNDED]
+        etas: list[Eta] = [*self.decoder_etas, UNBOUNDED]
         kind: Lists = {"causal": [True], "norm": ["pre"], "mlp": [2 * int(self.shape["dim"])], "depths": [False]}
         return [self._lists(problem=list(self.decoded), layers=list(self.decoder_layers), eta=etas, **kind)]
 
@@ -488,7 +494,8 @@ FULL = ExperimentPlan(
     layers=(1, 2, 4, 8),
     shape={"heads": 2, "dim": 32, "key_dim": 16, "steps": 3000, "batch": 64, "rate": 0.05},
     seeds=5,
-    decoded=("recall-3", "1-hop"),
+    decoded=("recall-3", "1-hop", "pointer-2"),
+    smallest=(0.0001, 0.0002, 0.0005),
 )
 QUICK = ExperimentPlan(
     problems=("recall-2", "pointer-2", "majority"),
