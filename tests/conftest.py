@@ -4,6 +4,7 @@ The checks of annotations double the time of the tests. They run if the variable
 `make test-annotations`.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -60,6 +61,25 @@ settings.register_profile("soak", max_examples=2000, **_COMMON)
 settings.load_profile("soak" if os.environ.get("DEPTHGAUGE_SOAK") else "test")
 
 torch.set_num_threads(1)
+# What is imported and collected stays: a million objects. Each training searches them for garbage, which took a third of
+# a second. Frozen objects are not searched, and pages with them are not copied after a fork.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # modules written in C++ complain about what is not collected at the end
 
 
 @pytest.fixture(autouse=True)
