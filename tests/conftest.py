@@ -6,21 +6,20 @@ The checks of annotations double the time of the tests. They run if the variable
 
 import gc
 import os
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import typer
 from beartype import BeartypeConf, FrozenDict, beartype
-from forked import ForkedScript
+from forked import check_in_forks
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
@@ -117,9 +116,7 @@ def whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `shrink` check what it wrote in a forked process. tests/surgery/test_reload.py starts real ones."""
-    from depthgauge.surgery import verify
-
-    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedScript}))
+    check_in_forks(monkeypatch)
 
 
 @pytest.fixture(scope="session")

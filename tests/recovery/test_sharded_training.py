@@ -12,6 +12,7 @@ from tiny_distillation import STEPS, pair_of, train
 from depthgauge.base.errors import InputError
 from depthgauge.cli.torchrun import LaunchedCommand
 
+pytestmark = pytest.mark.xdist_group("several processes")  # forked from the same one
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_training.py"
 
 

@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from divided_runs import started
+from divided_runs import forkserver, started, torchrun
+from forked import check_in_forks
 from tiny_checkpoints import text_of
 from tiny_shrinks import save
 
@@ -18,8 +18,9 @@ import depthgauge as dg
 from depthgauge.base.errors import EndedRunError
 from depthgauge.cli.main import main
 
+pytestmark = pytest.mark.xdist_group("several processes")  # forked from the same one
 SCRIPT = Path(__file__).parents[1] / "support" / "divided_runs.py"
-SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick", "recover": "30k"}
+SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick", "recover": "10k"}
 AGAIN: dict[str, Any] = {"window": 16, "tokens": "8k", "general": "none"}
 
 
@@ -34,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """The record of one process."""
-    made = dg.shrink(folder / "model", text=str(folder / "text.txt"), out=folder / "alone", **SHRINK)
+    with pytest.MonkeyPatch.context() as patch:
+        check_in_forks(patch)
+        made = dg.shrink(folder / "model", text=str(folder / "text.txt"), out=folder / "alone", **SHRINK)
     return json.loads(json.dumps(made.to_json()))
 
 
@@ -90,6 +93,7 @@ def test_three_processes_that_train_together_have_the_curve_of_one(
     assert found["before"] - found["after"] > 100 * 1e-4  # far more than the two may differ
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_two_processes_recover_as_one(folder: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     assert alone["out"] == str(folder / "alone")
     one = dg.recover(folder / "alone", teacher=folder / "model", text=str(folder / "text.txt"), **AGAIN).record
@@ -119,26 +123,25 @@ def test_a_device_of_all_processes_is_refused(words: str, folder: Path, tmp_path
     assert other == (1, "", "")
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_a_killed_process_ends_the_others_and_the_run_is_resumed(
     folder: Path, tmp_path: Path, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "smaller"
+    out, printed = tmp_path / "smaller", tmp_path / "printed"
+    printed.mkdir()
     command = words(f"shrink {folder / 'model'}", folder, out, SHRINK)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
-    run = subprocess.Popen(
-        [*torchrun, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    run = forkserver().Process(target=torchrun, args=(2, (str(SCRIPT), *command), printed))
+    run.start()
     try:
         while not any((tmp_path / "smaller.partial").glob("recovery-*")):
-            assert run.poll() is None, run.communicate()
+            assert run.is_alive(), (printed / "out").read_text()
             time.sleep(0.05)
-        os.kill(process_of(run.pid, rank=1), signal.SIGKILL)
-        said, _ = run.communicate(timeout=60)
+        os.kill(int((printed / "1").read_text()), signal.SIGKILL)
+        run.join(60)
     finally:
         run.kill()
-        run.communicate()
-    assert run.returncode == 1
+    said = (printed / "out").read_text()
+    assert run.exitcode == 1, said
     assert said.count(f"error: {EndedRunError()}") == said.count("error: ") == 1
     assert not out.exists()
     assert (tmp_path / "smaller.partial" / "journal.json").is_file()
@@ -148,15 +151,3 @@ def test_a_killed_process_ends_the_others_and_the_run_is_resumed(
     assert not ended.value.code
     assert not (tmp_path / "smaller.partial").exists()
     compare(json.loads((out / "depthgauge.json").read_text()), alone)
-
-
-def process_of(parent: int, rank: int) -> int:
-    """Return the id of the process that torchrun has started as this rank."""
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent and f"RANK={rank}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                return int(place.name)
-        except OSError:  # it has ended meanwhile
-            continue
-    raise AssertionError(f"no process of {parent} has rank {rank}")
