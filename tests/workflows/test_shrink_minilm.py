@@ -18,8 +18,7 @@ def minilm() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("whole_training")
+@pytest.mark.usefixtures("forked_verification")
 def test_minilm_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The repaired model of five layers is closer to the dense one than every choice without repair."""
     out = tmp_path / "smaller"
