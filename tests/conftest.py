@@ -60,8 +60,8 @@ settings.register_profile("soak", max_examples=2000, **_COMMON)
 settings.load_profile("soak" if os.environ.get("DEPTHGAUGE_SOAK") else "test")
 
 torch.set_num_threads(1)
-# What is imported and collected stays: a million objects. Each training searches them for garbage, which took a third of
-# a second. Frozen objects are not searched, and pages with them are not copied after a fork.
+# What is imported and collected stays: a million objects. Each training searched them for garbage, in a third of a
+# second. Frozen objects are not searched, and pages with them are not copied after a fork.
 gc.disable()
 
 
@@ -106,11 +106,11 @@ def _short_training() -> Iterator[None]:
 
 
 @pytest.fixture
-def whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `shrink --effort quick` train as long as for users, in tests that assert that a stage is kept."""
-    from tiny_shrinks import USUAL_STEPS, train_for
+def kept_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `shrink --effort quick` train for more steps, in tests that assert that a stage is kept."""
+    from tiny_shrinks import KEPT_STEPS, train_for
 
-    train_for(USUAL_STEPS, monkeypatch)
+    train_for(KEPT_STEPS, monkeypatch)
 
 
 @pytest.fixture

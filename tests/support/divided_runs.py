@@ -23,8 +23,7 @@ from depthgauge.cli.main import main as command_line
 from depthgauge.surgery import speed
 
 PRELOADED = (
-    "depthgauge.cli.main", "depthgauge.workflows.shrink", "transformers.trainer", "accelerate", "torch.distributed.fsdp",
-    "torch.distributed.run",
+    "depthgauge.cli.main", "transformers.trainer", "accelerate", "torch.distributed.fsdp", "torch.distributed.run",
 )  # fmt: skip
 """What takes seconds to import. Processes are forked from one that has imported it and done nothing else."""
 

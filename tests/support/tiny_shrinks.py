@@ -13,8 +13,8 @@ from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink import ShrinkResult, shrink
 
 LAYERS = 4
-STEPS, USUAL_STEPS = 8, EFFORT["quick"].steps
-"""Steps for which the repair of `--effort quick` trains in most tests, and those of users, see conftest.py."""
+STEPS, KEPT_STEPS = 8, 24
+"""Steps for which the repair of `--effort quick` trains in most tests, and those that assert that it is kept."""
 
 
 def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Path:

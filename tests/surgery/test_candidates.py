@@ -33,6 +33,8 @@ from depthgauge.surgery.student import Effort, Student
 
 SMALL = Effort(48, 24, 60, 12, 10**6, 4, 2, 24)
 COUNT = 2
+TRAINED = ("llama", "gemma3", "bert")
+"""Norms before sublayers, around them, and after them. All kinds of maps are repaired in test_repair.py."""
 
 
 def student_of(model: Any, effort: Effort = SMALL, **keywords: Any) -> Student:
@@ -40,7 +42,7 @@ def student_of(model: Any, effort: Effort = SMALL, **keywords: Any) -> Student:
     return Student(wrap(model), fit, select, effort=effort, **keywords)
 
 
-@pytest.mark.parametrize("name", some_families(MODELS))
+@pytest.mark.parametrize("name", some_families(MODELS, TRAINED))
 def test_no_alternative_is_better_than_what_is_written(name: str) -> None:
     """Adjacent blocks may be chosen instead of others that are better by less than the standard error."""
     torch.manual_seed(0)
@@ -73,7 +75,7 @@ def test_no_alternative_is_better_than_what_is_written(name: str) -> None:
 def test_the_repair_helps_where_it_can() -> None:
     """A repair that is never kept would pass the test above."""
     kept = set()
-    for name in ("llama", "gemma3", "bert"):
+    for name in TRAINED:
         with student_of(trained_model(name)) as student:
             search = Search(student)
             search.remove_until(1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import check_in_forks
 from layered_models import LAYERS, layered_model, output_of, skipping
 from safetensors.torch import load_file
 from tiny_models import DECODERS, MODELS, cross_entropy, some_families, tokens
@@ -137,7 +138,7 @@ def test_a_configuration_with_other_layers_is_caught(written: Written, tmp_path:
 
 @dataclass(frozen=True)
 class Reply:
-    """A written decoder and the reply of one fresh process, to be altered."""
+    """A written decoder and the reply of one process that has read it, to be altered."""
 
     out: Path
     ids: torch.Tensor
@@ -157,6 +158,7 @@ def replied(tmp_path_factory: pytest.TempPathFactory) -> Reply:
     write_model(model, None, None, out, {}, overwrite=False, max_shard="10KB")
     found, check = [], verify.FreshProcess.check
     with pytest.MonkeyPatch.context() as patch:
+        check_in_forks(patch)
         patch.setattr(verify.FreshProcess, "check", lambda *given: found.append(check(*given)) or found[0])
         verify_reload(out, ids, model, new_tokens=4)
     return Reply(out, ids, model, *found[0])

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from forked import exit_code, forked
+from forked import check_in_forks, exit_code, forked
 from safetensors.torch import load_file
 from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import tiny_model, tokens
-from tiny_shrinks import LAYERS, quick
+from tiny_shrinks import KEPT_STEPS, LAYERS, quick, train_for
 from transformers import PreTrainedModel
 
 from depthgauge.base.errors import OutputError
@@ -31,7 +31,9 @@ from depthgauge.checkpoints.weights.load import wrap
 from depthgauge.surgery import write_shrunk
 from depthgauge.workflows.shrink import ShrinkResult
 
-pytestmark = pytest.mark.usefixtures("forked_verification", "whole_training")
+pytestmark = pytest.mark.usefixtures("forked_verification", "kept_training")
+Run = partial[ShrinkResult]
+Whole = tuple[ShrinkResult, Path]
 WAYS = {"streamed": {"device": "stream:cpu"}, "loaded": {"sampled": 0.0}}
 
 
@@ -39,7 +41,7 @@ WAYS = {"streamed": {"device": "stream:cpu"}, "loaded": {"sampled": 0.0}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in several files, and a text beside it."""
     folder = tmp_path_factory.mktemp("sharded")
-    (folder / "text.txt").write_text(text_of(30_000))
+    (folder / "text.txt").write_text(text_of(6000))
     with quiet():
         tiny_model("llama", layers=LAYERS).save_pretrained(folder / "model", max_shard_size="8KB")
     save_tokenizer(folder / "model", special=False)
@@ -47,25 +49,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=WAYS)
-def run(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShrinkResult]:
+@pytest.fixture(scope="module", params=WAYS)
+def run(request: pytest.FixtureRequest, folder: Path) -> Run:
     asked = {"remove": 2, "allow": "unread", "device": "cpu", **WAYS[request.param]}
     return partial(quick, folder / "model", folder / "text.txt", **asked)
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The result of a run that was not interrupted, and its directory."""
+    out, devices = tmp_path_factory.mktemp("whole") / "out", list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        check_in_forks(patch)
+        train_for(KEPT_STEPS, patch)
+        watch_devices(devices, patch)
+        made = run(out=out)
+    if "sampled" in run.keywords:
+        assert devices == ["cpu"]  # there is room beside the source
+        assert made.record.stages[-1].kept  # otherwise tests of loaded runs would compare original weights
+    return made, out
+
+
+def watch_devices(devices: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Note the device of every check of a written model."""
+    verify = write_shrunk.verify_reload
+
+    def watched(*given: Any, **named: Any) -> Any:
+        devices.append(named["device"])
+        return verify(*given, **named)
+
+    patch.setattr(write_shrunk, "verify_reload", watched)
 
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in out.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-def require_same_result(run: Callable[..., ShrinkResult], out: Path) -> None:
+def require_same_result(run: Run, whole: Whole, out: Path) -> None:
     """Resume a run; its result must be that of a run that was not interrupted."""
-    resumed, whole = run(out=out), run(out=out.with_name("whole"))
-    assert resumed.plan.removed == whole.plan.removed
-    assert resumed.plan.search == whole.plan.search
-    ours, theirs = weights_of(out), weights_of(out.with_name("whole"))
+    resumed, (expected, folder) = run(out=out), whole
+    assert resumed.plan.removed == expected.plan.removed
+    assert resumed.plan.search == expected.plan.search
+    ours, theirs = weights_of(out), weights_of(folder)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert {path.name for path in out.parent.iterdir()} == {out.name, "whole"}
+    assert {path.name for path in out.parent.iterdir()} == {out.name}
 
 
 def no_room(self: Any, folder: Path, **_: Any) -> None:
@@ -76,7 +104,7 @@ def no_room(self: Any, folder: Path, **_: Any) -> None:
 
 
 def test_a_disk_that_fills_while_the_model_is_written(
-    run: Callable[..., ShrinkResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as full:
@@ -86,7 +114,7 @@ def test_a_disk_that_fills_while_the_model_is_written(
     kept = f"the finished steps are kept in {out}.partial: run the same command again to continue"
     assert str(caught.value) == f"cannot write {out}: No space left on device; {kept}"
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    require_same_result(run, out)
+    require_same_result(run, whole, out)
 
 
 @contextmanager
@@ -107,7 +135,7 @@ def saved_on_full_disk(state: Any, handle: Any, save: Callable[..., None] = torc
 
 
 def test_a_disk_that_fills_while_a_repair_is_kept(
-    run: Callable[..., ShrinkResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as full:
@@ -116,21 +144,19 @@ def test_a_disk_that_fills_while_a_repair_is_kept(
             run(out=out)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["journal.json"]
-    require_same_result(run, out)
+    require_same_result(run, whole, out)
 
 
 @pytest.mark.parametrize("run", ["streamed"], indirect=True)
 @pytest.mark.parametrize("phase", ["removal 2", "least squares", "fresh process"])
-def test_a_killed_run_with_streamed_weights_is_resumed(
-    phase: str, run: Callable[..., ShrinkResult], tmp_path: Path
-) -> None:
+def test_a_killed_run_with_streamed_weights_is_resumed(phase: str, run: Run, whole: Whole, tmp_path: Path) -> None:
     def progress(done: int, total: int, label: str) -> None:
         if phase in label:
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert exit_code(forked(partial(run, out=tmp_path / "out", progress=progress))) == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    require_same_result(run, tmp_path / "out")
+    require_same_result(run, whole, tmp_path / "out")
 
 
 def test_a_disk_without_room_for_all_outputs_is_reported_first(
@@ -147,22 +173,15 @@ def test_a_disk_without_room_for_all_outputs_is_reported_first(
 
 @pytest.mark.parametrize("run", ["loaded"], indirect=True)
 def test_a_model_without_room_beside_the_source_is_checked_on_what_is_left(
-    run: Callable[..., ShrinkResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    devices, verify = list[str](), write_shrunk.verify_reload
-
-    def watched(*given: Any, **named: Any) -> Any:
-        devices.append(named["device"])
-        return verify(*given, **named)
-
-    monkeypatch.setattr(write_shrunk, "verify_reload", watched)
-    beside = run(out=tmp_path / "beside").record
-    assert beside.stages[-1].kept  # otherwise tests of loaded runs would compare original weights
+    devices = list[str]()
+    watch_devices(devices, monkeypatch)
     monkeypatch.setattr(write_shrunk, "free_memory", lambda device: 0)
-    alone = run(out=tmp_path / "alone").record
-    assert devices == ["cpu", "auto"]
-    assert alone.loss.shrunk == pytest.approx(beside.loss.shrunk, rel=1e-5)
-    ours, theirs = weights_of(tmp_path / "alone"), weights_of(tmp_path / "beside")
+    alone, (beside, folder) = run(out=tmp_path / "alone").record, whole
+    assert devices == ["auto"]
+    assert alone.loss.shrunk == pytest.approx(beside.record.loss.shrunk, rel=1e-5)
+    ours, theirs = weights_of(tmp_path / "alone"), weights_of(folder)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

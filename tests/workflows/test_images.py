@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
+from tiny_models import some_families
 from tiny_vision import LABELS, VISION, image_processor, save_images, save_vision, vision_model
 
 import depthgauge as dg
@@ -20,6 +21,8 @@ from depthgauge.cli.main import main
 from depthgauge.results.gauge_record import GaugeOptions
 
 SMALL = {"device": "cpu"}
+SHRUNK = ("vit", "dinov2", "clip")
+"""A classifier, gains after sublayers, and a norm before the blocks; `make test-families` shrinks all."""
 QUICK = {"remove": 1, "effort": "quick", "device": "cpu"}
 
 
@@ -77,7 +80,7 @@ def test_gauge_measures_what_is_lost_without_a_block(name: str, place: Path) -> 
 
 
 @pytest.mark.usefixtures("forked_verification")
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", some_families(VISION, SHRUNK))
 def test_shrink_writes_a_model_that_its_class_loads(name: str, place: Path, tmp_path: Path) -> None:
     import transformers
 

@@ -158,7 +158,7 @@ def test_a_classifier_is_measured_by_its_logits(
     import transformers
 
     if name == "bert":  # a few steps do not improve it, and the written model would have its original weights
-        request.getfixturevalue("whole_training")
+        request.getfixturevalue("kept_training")
     kind = getattr(transformers, {"qwen3": "Qwen3", "bert": "Bert"}[name] + "ForSequenceClassification")
     config = tiny_model(name, layers=4).config
     config.num_labels, config.pad_token_id = 3, pad

@@ -36,6 +36,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def removed_two(llama: Path, text: Path) -> ShrinkResult:
+    return quick(llama, text, remove=2)
+
+
+@pytest.fixture(scope="module")
+def removed_three(llama: Path, text: Path) -> ShrinkResult:
+    return quick(llama, text, remove=3)
+
+
+@pytest.fixture(scope="module")
+def limited(llama: Path, text: Path) -> ShrinkResult:
+    """The result of a limit that all sizes keep, so that three blocks are removed."""
+    return quick(llama, text, max_increase=50.0)
+
+
 def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> None:
     """A bfloat16 checkpoint: the dtype is kept, and the documents hold what a fresh process measured."""
     source = save(tmp_path / "model", "llama", torch.bfloat16)
@@ -69,11 +85,10 @@ def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> N
     assert not journal_folder(out).exists()
 
 
-def test_a_plan_gives_the_same_weights(tmp_path: Path, llama: Path, text: Path) -> None:
+def test_a_plan_gives_the_same_weights(tmp_path: Path, llama: Path, text: Path, removed_two: ShrinkResult) -> None:
     plan = plan_shrink(llama, window=16, effort="quick", text=text, remove=2)
     (tmp_path / "plan.json").write_text(plan.dump())
-    direct = quick(llama, text, remove=2)
-    followed = shrink(llama, remove=tmp_path / "plan.json")
+    direct, followed = removed_two, shrink(llama, remove=tmp_path / "plan.json")
     assert followed.record.removed == direct.record.removed == plan.removed
     ours, theirs = direct.model.state_dict(), followed.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -108,12 +123,11 @@ def test_no_repair_changes_no_weight(tmp_path: Path, llama: Path, text: Path) ->
             assert torch.equal(tensor, dense[".".join(parts)])
 
 
-def test_a_limit_is_kept_on_the_certify_windows(llama: Path, text: Path) -> None:
-    generous = quick(llama, text, max_increase=50.0)
-    assert generous.record.layers_after == 1
-    assert generous.record.guarantee is not None
-    assert generous.record.guarantee.quantile.increase == 50.0
-    assert [one.passed for one in generous.record.guarantee.tested] == [True] * 3
+def test_a_limit_is_kept_on_the_certify_windows(llama: Path, text: Path, limited: ShrinkResult) -> None:
+    assert limited.record.layers_after == 1
+    assert limited.record.guarantee is not None
+    assert limited.record.guarantee.quantile.increase == 50.0
+    assert [one.passed for one in limited.record.guarantee.tested] == [True] * 3
     strict = quick(llama, text, max_increase=1e-9)
     assert strict.model is None
     assert strict.record.removed == ()
@@ -123,20 +137,18 @@ def test_a_limit_is_kept_on_the_certify_windows(llama: Path, text: Path) -> None
         strict.save("nowhere")
 
 
-def test_the_dense_loss_of_a_limit_is_that_of_the_source(llama: Path, text: Path) -> None:
+def test_the_dense_loss_of_a_limit_is_that_of_the_source(limited: ShrinkResult, removed_three: ShrinkResult) -> None:
     """The repair changes layers of the model in memory, which must not change what the result is compared with."""
-    limited = quick(llama, text, max_increase=50.0).record
-    assert any(stage.kept for stage in limited.stages)
-    counted = quick(llama, text, remove=3).record
-    assert counted.plan.calibration.sha256 == limited.plan.calibration.sha256
-    assert limited.loss.dense == counted.loss.dense
+    assert any(stage.kept for stage in limited.record.stages)
+    assert removed_three.plan.calibration.sha256 == limited.plan.calibration.sha256
+    assert limited.record.loss.dense == removed_three.record.loss.dense
 
 
-def test_a_plan_of_a_limited_run_counts_the_sizes_that_were_tested(llama: Path, text: Path) -> None:
+def test_a_plan_of_a_limited_run_counts_the_sizes_that_were_tested(
+    llama: Path, limited: ShrinkResult, removed_three: ShrinkResult
+) -> None:
     """The certify windows chose the size, so a run that follows its plan has a bound at a higher confidence."""
-    limited = quick(llama, text, max_increase=50.0)
-    followed = shrink(llama, plan=limited.plan).record
-    once = quick(llama, text, remove=3).record
+    followed, once = shrink(llama, plan=limited.plan).record, removed_three.record
     assert followed.removed == once.removed
     assert followed.guarantee is not None
     assert once.guarantee is not None
@@ -381,22 +393,16 @@ def kill_at(phase: str, run: Callable[..., ShrinkResult]) -> None:
     assert exit_code(forked(partial(run, progress=progress))) == -signal.SIGKILL
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(llama: Path, text: Path) -> ShrinkResult:
-    """The result of the same run, not killed."""
-    return quick(llama, text, remove=2)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("phase", ["removal 2", "recovery", "fresh process"])
 def test_a_killed_run_is_resumed_with_the_same_plan(
-    phase: str, llama: Path, text: Path, uninterrupted: ShrinkResult, tmp_path: Path
+    phase: str, llama: Path, text: Path, removed_two: ShrinkResult, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     kill_at(phase, partial(quick, llama, text, remove=2, out=out))
     assert not out.exists()
     resumed = quick(llama, text, remove=2, out=out)
-    assert resumed.plan.removed == uninterrupted.plan.removed
-    ours, theirs = uninterrupted.model.state_dict(), load_file(out / "model.safetensors")
+    assert resumed.plan.removed == removed_two.plan.removed
+    ours, theirs = removed_two.model.state_dict(), load_file(out / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
