@@ -7,7 +7,9 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +17,7 @@ import pytest
 
 from depthgauge.base.errors import InputError
 from depthgauge.papers.reproduce import trained_figures
-from depthgauge.papers.reproduce.study import Computing, find_study, reproduce
+from depthgauge.papers.reproduce.study import Computing, Reproduction, find_study, reproduce
 from depthgauge.papers.reproduce.trained_figures import DepthPays, TrainedStudy
 from depthgauge.papers.trained_depth import bounded_training
 from depthgauge.papers.trained_depth.bounded_training import FULL, QUICK, member_seeds
@@ -24,7 +26,7 @@ from depthgauge.sweeps.store import export_rows, read_rows
 
 TINY = replace(
     QUICK,
-    problems=("majority", "pointer-2"),
+    problems=("majority", "s3"),
     contrasted=("majority",),
     etas=(0.005, 3.0),
     few=(0.005, 3.0),
@@ -36,15 +38,23 @@ SINGLE = replace(TINY, problems=("majority",), contrasted=(), seeds=1)
 SCRIPT = Path(__file__).parents[3] / "docs" / "figures" / "make_trained_depth.py"
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_figures, "QUICK", TINY)
-    monkeypatch.setattr(bounded_training, "QUICK", TINY)
+@pytest.fixture(scope="module", autouse=True)
+def tiny() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_figures, "QUICK", TINY)
+        patch.setattr(bounded_training, "QUICK", TINY)
+        yield
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trained") / "s.db"
+
+
+@pytest.fixture(scope="module")
+def written(tiny: None, store: Path) -> Callable[[str], Reproduction]:
+    """Write the files of a figure beside the store, once for all tests."""
+    return cache(lambda figure: reproduce(figure, store.parent, seed=1, store=store, engine=Local(1), quick=True))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -53,24 +63,24 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("figure", "models"), [("T1", 2 * 3 * 3), ("T2", 2 * 2), ("T3", 2 * 2 * 4), ("T4", 2 * 3)])
-def test_files(figure: str, models: int, tmp_path: Path, store: Path) -> None:
-    done = reproduce(figure, tmp_path, seed=1, store=store, engine=Local(1), quick=True)
-    rows = read(tmp_path / f"{figure}.csv")
+def test_files(figure: str, models: int, written: Callable[[str], Reproduction], store: Path) -> None:
+    done, folder = written(figure), store.parent
+    rows = read(folder / f"{figure}.csv")
     assert done.points == len(rows) == models * TINY.seeds
     wanted = {"task", "layers", "eta", "seed", "skip", "accuracy", "chance", "certified"}
     assert wanted <= set(rows[0])
-    about = json.loads((tmp_path / f"{figure}.json").read_text(encoding="utf-8"))
+    about = json.loads((folder / f"{figure}.json").read_text(encoding="utf-8"))
     assert about["quick"] is True
     assert {grid["task"] for grid in about["grids"]} == {"trained-depth"}
-    caption = (tmp_path / f"{figure}.txt").read_text(encoding="utf-8")
+    caption = (folder / f"{figure}.txt").read_text(encoding="utf-8")
     assert caption.startswith(f"{figure}. ")
     assert f"{TINY.seeds} repetitions" in caption
     assert "seed 1" in caption
 
 
-def test_rows_have_one_model_each(tmp_path: Path, store: Path) -> None:
-    reproduce("T1", tmp_path, seed=1, store=store, engine=Local(1), quick=True)
-    rows = read(tmp_path / "T1.csv")
+def test_rows_have_one_model_each(written: Callable[[str], Reproduction], store: Path) -> None:
+    written("T1")
+    rows = read(store.with_name("T1.csv"))
     assert {float(row["eta"]) for row in rows} == {0.005, 3.0, math.inf}
     assert {row["seed"] for row in rows} == {"0", "1"}
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
@@ -116,8 +126,10 @@ def test_the_curves_of_t3_are_those_of_the_rows(store: Path) -> None:
     assert drawn == pytest.approx(sorted(expected))
 
 
-def test_rows_of_an_earlier_run_are_not_computed_again(tmp_path: Path, store: Path) -> None:
-    reproduce("T1", tmp_path / "first", seed=1, store=store, engine=Local(1), quick=True)
+def test_rows_of_an_earlier_run_are_not_computed_again(
+    tmp_path: Path, written: Callable[[str], Reproduction], store: Path
+) -> None:
+    written("T1")
     export_rows(store, tmp_path / "rows.csv")
     packed = tmp_path / "rows.csv.gz"
     packed.write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
@@ -130,7 +142,7 @@ def test_rows_of_an_earlier_run_are_not_computed_again(tmp_path: Path, store: Pa
         out = tmp_path / source.suffix
         reproduce("T1", out, seed=1, engine=Idle(1), quick=True, rows=source)
         for name in ("T1.csv", "T1.png", "T1.json"):
-            assert (out / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+            assert (out / name).read_bytes() == store.with_name(name).read_bytes()
     with pytest.raises(InputError, match="has no row for these cells"):
         reproduce("T1", tmp_path / "other", seed=2, engine=Idle(1), quick=True, rows=packed)
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement, islice, product
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -84,15 +85,10 @@ def every_sequence(
     places, v = tokens.at_positions(), len(tokens.embeddings)
     for n in range(1, tokens.length + 1):
         together = max(1, ROWS // n)
-        batch: list[tuple[int, ...]] = []
         all_of_length = product(range(v), repeat=n) if is_ordered else combinations_with_replacement(range(v), n)
-        for chosen in all_of_length:
-            batch.append(chosen)
-            if len(batch) == together:
-                yield _rows(places, torch.tensor(batch)), torch.tensor(batch)
-                batch = []
-        if batch:
-            yield _rows(places, torch.tensor(batch)), torch.tensor(batch)
+        while batch := list(islice(all_of_length, together)):
+            chosen = torch.from_numpy(np.array(batch))
+            yield _rows(places, chosen), chosen
 
 
 def _rows(places: Float[Tensor, "n v d"], chosen: Int64[Tensor, "some r"]) -> Float[Tensor, "some r d"]:
