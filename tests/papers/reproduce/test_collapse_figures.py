@@ -43,13 +43,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankByLayer, "SHAPE", {"layers": 3, "heads": 1, "dim": 4, "tokens": 8})
     monkeypatch.setattr(SurrogateErrors, "SHAPE", {"layers": 2, "heads": 1, "dim": 2})
     monkeypatch.setattr(SurrogateErrors, "ETAS", [0.0001, 0.01])
-    monkeypatch.setattr(CausalErrors, "SHAPE", {"layers": 2, "heads": 1, "dim": 3, "tokens": 4})
-    monkeypatch.setattr(CausalErrors, "ETAS", [0.0001, 0.001, 0.01])
+    monkeypatch.setattr(CausalErrors, "SHAPE", {"layers": 2, "heads": 1, "dim": 2, "tokens": 2})
+    monkeypatch.setattr(CausalErrors, "ETAS", [0.001, 0.01])
     monkeypatch.setattr(DepthMap, "ETAS", [0.01, 1.0])
-    monkeypatch.setattr(DepthMap, "DIMS", [2, 3])
+    monkeypatch.setattr(DepthMap, "DIMS", [1, 2])
     monkeypatch.setattr(DepthMap, "LAYERS", [2, 3])
     monkeypatch.setattr(DepthMap, "DIM", 2)
-    monkeypatch.setattr(DepthMap, "DEPTH", 3)
+    monkeypatch.setattr(DepthMap, "DEPTH", 2)
     monkeypatch.setattr(WhatCollapses, "SHAPE", {"layers": 4, "heads": 4, "dim": 8, "tokens": 16})
 
 

@@ -21,6 +21,7 @@ def concepts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "SANDWICH_ETAS", [0.01, 0.04])
     monkeypatch.setattr(module, "COLLAPSE_ETAS", [0.003, 0.006])
+    monkeypatch.setattr(module, "KINDS", dict(list(module.KINDS.items())[:2]))
     return module
 
 

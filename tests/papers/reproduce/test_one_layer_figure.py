@@ -46,14 +46,14 @@ def test_what_is_fitted_is_the_network() -> None:
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneLayerDistance, "DIMS", [16, 64])
+    monkeypatch.setattr(OneLayerDistance, "DIMS", [16])
     monkeypatch.setattr(OneLayerDistance, "SIZES", [0.1, 0.5])
-    monkeypatch.setattr(OneLayerDistance, "HEADS", 6)
+    monkeypatch.setattr(OneLayerDistance, "HEADS", 2)
     done = reproduce("A7", tmp_path, models=1, seed=3)
     with open(tmp_path / "A7.csv", encoding="utf-8", newline="") as handle:
         rows = list(csv.DictReader(handle))
-    assert done.points == len(rows) == 4
+    assert done.points == len(rows) == 2
     assert all(float(row["lower"]) <= float(row["fitted"]) for row in rows)
     about = json.loads((tmp_path / "A7.json").read_text(encoding="utf-8"))
-    assert (about["dims"], about["repetitions"], about["seed"]) == ([16, 64], 1, 3)
+    assert (about["dims"], about["repetitions"], about["seed"]) == ([16], 1, 3)
     assert "1 repetitions" in (tmp_path / "A7.txt").read_text(encoding="utf-8")

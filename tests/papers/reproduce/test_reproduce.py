@@ -76,9 +76,16 @@ def test_regression_rows_have_no_exact_value(tmp_path: Path) -> None:
     assert separate_setting(Regression(50, 4), 5).to_json()["exact"] is None
 
 
-def test_the_settings_are_complete(tmp_path: Path) -> None:
-    reproduce("B7", tmp_path, models=3, seed=4)
-    about = json.loads((tmp_path / "B7.json").read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def sheet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of B7, with its own store."""
+    folder = tmp_path_factory.mktemp("sheet")
+    reproduce("B7", folder / "B7", models=3, seed=4, store=folder / "mine.db")
+    return folder / "B7"
+
+
+def test_the_settings_are_complete(sheet: Path) -> None:
+    about = json.loads((sheet / "B7.json").read_text(encoding="utf-8"))
     assert about["schema"] == "depthgauge.figure/1"
     assert about["seed"] == 4
     assert [panel["id"] for panel in about["panels"]] == ["B7a", "B7b", "B7c", "B7d", "B7e"]
@@ -94,7 +101,7 @@ def test_the_settings_are_complete(tmp_path: Path) -> None:
         "attention": "exp",
     }
     assert "d = 11" in last["note"]
-    rows = read(tmp_path / "B7.csv")
+    rows = read(sheet / "B7.csv")
     assert [row["panel"] for row in rows] == [p["id"] for p in about["panels"] for _ in p["values"]]
 
 
@@ -210,20 +217,17 @@ def test_an_interrupted_figure_is_resumed(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
 
 
-def test_a_sheet_and_its_panels_share_cells(tmp_path: Path) -> None:
+def test_a_sheet_and_its_panels_share_cells(sheet: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="mkdir -p"):
         reproduce("B7", tmp_path / "sheet", models=3, store=tmp_path / "missing" / "mine.db")
     assert list(tmp_path.iterdir()) == []
-    store = tmp_path / "mine.db"
-    reproduce("B7", tmp_path / "sheet", models=3, store=store)
+    store = sheet.with_name("mine.db")
     done = read_status(store).count.done
     totals: list[int] = []
-    reproduce(
-        "B7d", tmp_path / "panel", models=3, store=store, progress=lambda done, total, label: totals.append(total)
-    )
+    reproduce("B7d", tmp_path / "panel", models=3, seed=4, store=store, progress=lambda *step: totals.append(step[1]))
     assert totals == [0]
     assert read_status(store).count.done == done
-    assert not (tmp_path / "sheet" / "figures.db").exists()
+    assert not (sheet / "figures.db").exists()
 
 
 def test_a_failed_point_raises_and_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,11 +53,11 @@ def a_setting(rng: random.Random) -> AttentionSetting | None:
         return None
 
 
-def test_structured_is_naive_on_thousands_of_settings() -> None:
+def test_structured_is_naive_on_hundreds_of_settings() -> None:
     rng = random.Random(20231018)
     naive._settled.cache_clear()
     checked, seen = 0, np.zeros(4, dtype=np.int64)
-    while checked < 1000:
+    while checked < 400:
         setting = a_setting(rng)
         if setting is None:
             continue
@@ -69,7 +69,7 @@ def test_structured_is_naive_on_thousands_of_settings() -> None:
     # Each condition is often True and often False, and many decisions are within the rounding error.
     assert (seen > 8 * checked // 50).all()
     assert (seen < 8 * checked - 8 * checked // 50).all()
-    assert naive._settled.cache_info().misses > 100
+    assert naive._settled.cache_info().misses > 30
 
 
 @pytest.mark.parametrize(

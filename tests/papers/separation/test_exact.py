@@ -45,7 +45,7 @@ CASES = [
     CrossAttention(6, 4, 2, 0.01, 3.0),
     CrossAttention(8, 5, 1, 0.8, 2.0),
     CrossAttention(5, 6, 1, 0.9, 2.5, "ones"),
-    CrossAttention(8, 5, 2, 0.3, 2.0, "identity", "poly:4"),
+    CrossAttention(4, 5, 2, 0.3, 2.0, "identity", "poly:4"),
     CrossAttention(3, 2, 3, 0.01, 3.0),  # one class
 ]
 

@@ -124,7 +124,7 @@ def test_readout_changes_are_attained() -> None:
 
 
 def test_the_bounds_on_the_output_are_proved_again(bounds: list[OutputBound], box_bounds: list[OutputBound]) -> None:
-    for bound in (*bounds[::2], *box_bounds[:2]):
+    for bound in (bounds[0], bounds[2], box_bounds[1]):
         assert bound.verify()
         for name in ("logit", "margin"):
             with pytest.raises(VerificationError):
