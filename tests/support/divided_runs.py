@@ -11,8 +11,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import check_in_forks
@@ -28,7 +28,7 @@ PRELOADED = (
 """What takes seconds to import. Processes are forked from one that has imported it and done nothing else."""
 
 
-def forkserver() -> Any:
+def forkserver() -> ForkServerContext:
     """Return what starts processes as forks of one that has imported `PRELOADED`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -65,7 +65,8 @@ def started(count: int, *command: str) -> list[tuple[int, str, str]]:
         files = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(count)]
         given = [os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         processes = [
-            context.Process(target=_run, args=(command, own, *paths)) for own, paths in zip(given, files, strict=True)
+            context.Process(target=run_command, args=(command, own, *paths))
+            for own, paths in zip(given, files, strict=True)
         ]
         for process in processes:
             process.start()
@@ -80,7 +81,7 @@ def started(count: int, *command: str) -> list[tuple[int, str, str]]:
         return [(code or 0, *(path.read_text() for path in paths)) for code, paths in zip(codes, files, strict=True)]
 
 
-def _run(command: tuple[str, ...], environment: Mapping[str, str], out: Path, err: Path) -> None:
+def run_command(command: tuple[str, ...], environment: Mapping[str, str], out: Path, err: Path) -> None:
     """Run `python COMMAND` in this process, with this environment and these files for its output."""
     os.environ.clear()
     os.environ.update(environment)

@@ -1,12 +1,16 @@
 """A grid for tests, `depthgauge sweep` as a separate process, and the rows of an undisturbed run."""
 
 import os
+import resource
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from divided_runs import forkserver, run_command
 
 from depthgauge.papers.sweep_tasks import TASKS
 from depthgauge.sweeps.grid import read_grid
@@ -51,24 +55,41 @@ def rows_done(store: Path) -> int:
         return opened.count().done
 
 
-def restore_interrupts() -> None:
-    """Restore the default action of Ctrl-C, which processes started in the background ignore."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+class SweepProcess:
+    """`depthgauge sweep …` in its own process group; `largest` is the size in bytes that files may have.
+
+    The methods are those of `subprocess.Popen`. The process is forked from one that has imported torch.
+    """
+
+    def __init__(self, *words: object, largest: int = resource.RLIM_INFINITY) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        command = "-m", "depthgauge", "sweep", *map(str, words)
+        given = command, os.environ | {"OMP_NUM_THREADS": "1"}, self._out, self._err
+        self._process = forkserver().Process(target=_run_alone, args=(largest, *given))
+        self._process.start()
+        self.pid, self.kill = self._process.pid or 0, self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("sweep", timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+        self.wait(timeout)
+        with self._folder:
+            return self._out.read_text(encoding="utf-8"), self._err.read_text(encoding="utf-8")
 
 
-def sweep(*words: object, **options: object) -> "subprocess.Popen[str]":
-    """Start `depthgauge sweep …` in its own process group."""
-    options.setdefault("preexec_fn", restore_interrupts)
-    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
-        [sys.executable, "-m", "depthgauge", "sweep", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        **options,
-    )
+def _run_alone(largest: int, *given: Any) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes started in the background ignore Ctrl-C
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+    run_command(*given)
 
 
 def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:

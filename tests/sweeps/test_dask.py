@@ -5,9 +5,11 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
+from divided_runs import forkserver
 from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.base.errors import InputError, InterruptedRunError
@@ -21,11 +23,24 @@ dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Let clusters fork their workers from a process that has imported torch."""
+    forkserver()
+    ensure_running()  # Dask would name other packages to import
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        yield
+
+
+def local_cluster(workers: int) -> "distributed.LocalCluster":
+    return distributed.LocalCluster(
+        n_workers=workers, threads_per_worker=1, dashboard_address=":0", host="127.0.0.1", silence_logs=50
+    )
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator["distributed.LocalCluster"]:
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
-    ) as running:
+def cluster(forked_workers: None) -> Iterator["distributed.LocalCluster"]:
+    with local_cluster(2) as running:
         yield running
 
 
@@ -79,9 +94,7 @@ def test_a_wrong_address_raises_within_ten_seconds(tmp_path: Path) -> None:
 
 def test_a_scheduler_without_workers_raises(tmp_path: Path) -> None:
     with (
-        distributed.LocalCluster(
-            n_workers=0, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
-        ) as empty,
+        local_cluster(0) as empty,
         pytest.raises(InputError, match="has no workers; start some with `dask worker tcp://"),
     ):
         Dask(empty.scheduler_address).check()
@@ -92,9 +105,7 @@ def test_a_cell_that_the_cluster_abandons_ends_the_run(tmp_path: Path) -> None:
     deadly = Task("deadly", 1, {"seed": SEED}, lambda cell: os._exit(1))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        distributed.LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
-        ) as fragile,
+        local_cluster(1) as fragile,
         pytest.raises(EngineError, match=r"the cluster abandoned a cell.*0 of 1 cell done and kept"),
     ):
         run_grid(Grid(deadly, {"seed": [0]}), tmp_path / "s.db", engine=Dask(fragile.scheduler_address))

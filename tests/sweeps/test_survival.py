@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 import signal
 import sqlite3
 import subprocess
@@ -11,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sweeping import rows_done, rows_sha256, sweep, undisturbed, wait_until, write_grid
+from sweeping import SweepProcess, rows_done, rows_sha256, undisturbed, wait_until, write_grid
 
 from depthgauge.cli.main import main
 from depthgauge.papers.sweep_tasks import TASKS
@@ -55,7 +54,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
     grid, store = write_grid(tmp_path, repetitions, tokens=128), tmp_path / "s.db"
     rng, killed, before = random.Random(seed), 0, {}
     for _ in range(kills):
-        process = sweep(grid, "--store", store, "--jobs", 2)
+        process = SweepProcess(grid, "--store", store, "--jobs", 2)
         have = len(before)
         wait_until(lambda p=process, have=have: rows_done(store) > have or p.poll() is not None)
         try:
@@ -93,7 +92,7 @@ def test_locked_interrupted_and_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second run is rejected, --status works meanwhile, and Ctrl-C to the process group ends the run cleanly."""
-    grid, store, total = write_grid(tmp_path, 16), tmp_path / "s.db", 96
+    grid, store, total = write_grid(tmp_path, 16, tokens=128), tmp_path / "s.db", 96
 
     def typed(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["depthgauge", "sweep", *map(str, words)])
@@ -101,7 +100,7 @@ def test_locked_interrupted_and_resumed(
             main()
         return int(ended.value.code or 0), *capsys.readouterr()
 
-    process = sweep(grid, "--store", store, "--jobs", 2)
+    process = SweepProcess(grid, "--store", store, "--jobs", 2)
     wait_until(lambda: rows_done(store) > 5)
     os.kill(process.pid, signal.SIGSTOP)  # the stopped process keeps the lock
     code, out, err = typed(grid, "--store", store)
@@ -112,8 +111,8 @@ def test_locked_interrupted_and_resumed(
     assert json.loads(out)["running"]["pid"] == process.pid
     os.killpg(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGCONT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    _, err = process.communicate()
+    assert process.poll() == 130
     kept = rows_done(store)
     assert 5 < kept < total
     expected = f"error: interrupted: {kept} of {total} cells done and kept in {store}; "
@@ -131,14 +130,9 @@ def test_locked_interrupted_and_resumed(
 
 def test_a_full_disk_ends_the_run_with_one_error_and_keeps_rows(tmp_path: Path) -> None:
     grid, store = write_grid(tmp_path, 30, tokens=4), tmp_path / "s.db"
-    limit = 2**18
-
-    def small_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    process = sweep(grid, "--store", store, "--jobs", 1, preexec_fn=small_disk)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    process = SweepProcess(grid, "--store", store, "--jobs", 1, largest=2**18)
+    _, err = process.communicate()
+    assert process.poll() == 1
     assert [line.split(":")[0] for line in err.splitlines() if not line.startswith("computing")] == ["error"]
     assert "free some disk space and run the same command again" in err
     kept = rows_done(store)
