@@ -1,5 +1,6 @@
 """The what-ifs of all layers and windows are one pass over the blocks, and equal complete passes of edited models."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -48,9 +49,9 @@ def returning(module: nn.Module, change: Any) -> Any:
 
 
 @torch.no_grad()
-def naive(checkpoint: Checkpoint, window: Inputs, kind: str, layer: int) -> Tensor:
+def naive(checkpoint: Checkpoint, blocks: Sequence[nn.Module], window: Inputs, kind: str, layer: int) -> Tensor:
     """Return the output of one complete pass of the edited model on one window."""
-    blocks, gained = BlockRunner(checkpoint, window).blocks, list[Tensor]()
+    gained = list[Tensor]()
     with ExitStack() as hooks:
         if kind in ("attention", "mlp"):
             path = getattr(checkpoint.families[layer], kind)
@@ -80,7 +81,7 @@ def test_all_layers_and_windows_at_once_equal_complete_passes(name: str) -> None
                 intact = model_output(checkpoint, window)
             own = window_losses(checkpoint.objective, intact, window, intact)
             for layer, loss in zip(on, losses, strict=True):
-                edited = naive(checkpoint, window, kind, layer)
+                edited = naive(checkpoint, runner.blocks, window, kind, layer)
                 expected = float(window_losses(checkpoint.objective, edited, window, intact) - own)
                 assert loss == pytest.approx(expected, rel=1e-3, abs=2e-5)
 

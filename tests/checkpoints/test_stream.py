@@ -124,7 +124,7 @@ def test_a_terminated_command_removes_the_unpacked_files(tmp_path: Path, monkeyp
 def test_shrink_writes_the_same_gguf_file_with_streamed_weights(tmp_path: Path) -> None:
     file, text = tmp_path / "model.gguf", tmp_path / "text.txt"
     write_gguf(file, add_bos=False, layers=5)
-    text.write_text(text_of(30_000), encoding="utf-8")
+    text.write_text(text_of(6000), encoding="utf-8")
     asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "allow": "unread", "device": "cpu"}
     repaired = dg.shrink(file, **asked | {"device": "stream:cpu"}, out=tmp_path / "repaired.gguf").record
     assert repaired.stages[0] == dg.shrink(file, **asked, sampled=0.0).record.stages[0]
@@ -260,7 +260,7 @@ def test_streamed_weights_have_the_stored_dtype(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_verification")
 def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
-    text.write_text(text_of(30_000), encoding="utf-8")
+    text.write_text(text_of(6000), encoding="utf-8")
     asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "allow": "unread", "device": "cpu"}
     streamed = dg.shrink(folder, **asked | {"device": "stream:cpu"}, out=tmp_path / "streamed").record
     resident = dg.shrink(folder, **asked, sampled=0.0).record
@@ -293,7 +293,7 @@ def test_gauge_measures_the_same_with_streamed_weights(tmp_path: Path) -> None:
 )
 def test_shrink_refuses_what_streamed_weights_cannot_do(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
-    text.write_text(text_of(30_000), encoding="utf-8")
+    text.write_text(text_of(6000), encoding="utf-8")
     asked = given | ({"text": text} if "text" in given else {})
     with pytest.raises(InputError, match=message):
         dg.shrink(folder, remove=1, device="stream:cpu", effort="quick", allow="unread", **asked)

@@ -95,7 +95,7 @@ def test_a_refit_is_the_same() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(text_of(30_000))
+    (tmp_path / "text.txt").write_text(text_of(6000))
     return save(tmp_path / "model", "llama")
 
 

@@ -7,15 +7,13 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import exit_code, forked
 from layered_models import layered_model, output_of
 from safetensors.torch import load_file
 from shrink_documents import DOCUMENT, encoder
@@ -350,31 +348,22 @@ def test_a_failed_replacement_restores_the_old_checkpoint(
     assert (out / "model.safetensors").read_bytes() == b"old"
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-from depthgauge.surgery import write_model as writer
-class Model:
+class KilledModel:
+    """A model whose process is killed while its weights are written."""
+
     generation_config = None
-    def save_pretrained(self, folder, max_shard_size):
+
+    def save_pretrained(self, folder: str, max_shard_size: str) -> None:
         (Path(folder) / "model.safetensors").write_bytes(b"half of the weights")
-        print("writing", flush=True)
-        time.sleep(60)
-with writer.written_model(Model(), None, None, sys.argv[1], overwrite=True):
-    pass
-"""
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_no_final_directory(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    def run() -> None:
+        with writer.written_model(KilledModel(), None, None, tmp_path / "out", overwrite=True):
+            pass
+
+    assert exit_code(forked(run)) == -signal.SIGKILL
     (left,) = names(tmp_path)
     assert left.startswith(".")
     assert left.endswith(".partial")

@@ -149,7 +149,9 @@ def test_a_pooling_module_that_cannot_be_read(content: str, said: str, corpus: P
 # --- classifiers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "pad"), [("qwen3", 0), ("qwen3", None), ("bert", 0)])
+@pytest.mark.parametrize(
+    ("name", "pad"), [pytest.param("qwen3", 0, marks=pytest.mark.families), ("qwen3", None), ("bert", 0)]
+)
 @pytest.mark.usefixtures("forked_verification")
 def test_a_classifier_is_measured_by_its_logits(
     name: str, pad: int | None, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
