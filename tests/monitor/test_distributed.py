@@ -1,14 +1,12 @@
 """DDP and FSDP2 with two processes on gloo: the training is not affected, and all processes see the same."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from divided_runs import started
 
 import depthgauge as dg
 from depthgauge.monitor.measurement import Measurement, combined
@@ -19,21 +17,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("distributed")
-    script = SUPPORT / "distributed_training.py"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(made), str(rank)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=900)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    ended = started(2, str(SUPPORT / "distributed_training.py"), str(made))
+    assert [code for code, *_ in ended] == [0, 0], ended
     return made
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from evaluate_documents import HOSTILE, document, evaluation
+from resized_pages import resize
 
 from depthgauge.report.charts import draw
 from depthgauge.report.page import render, write_report
@@ -65,11 +66,10 @@ def test_the_command_reproduces_it_and_names_are_escaped() -> None:
     assert "<script>alert" not in render(evaluation("./model", HOSTILE), "")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -> None:
+def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path) -> None:
     path = write_report(document(), tmp_path / "page.html").resolve()
     complaints: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 800}, reduced_motion="reduce")
+    context = browser.new_context(viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     page = context.new_page()
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -77,6 +77,8 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
     assert charts == ["s0-accuracy", "s0-difference"]
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+    for width in (390, 1280):
+        resize(page, width)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
     context.close()
     assert complaints == []

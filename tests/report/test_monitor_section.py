@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from monitor_documents import LAYERS, probes, write_log
 from playwright.sync_api import expect
+from resized_pages import resize
 
 import depthgauge as dg
 from depthgauge.cli.main import main
@@ -158,8 +159,7 @@ def test_a_browser_shows_the_maps_the_loss_and_the_crosses(browser: Any, page_fi
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     expect(page.locator("#said")).to_have_text(re.compile("^step 0 · layer 1, update of the block"))
-    page.set_viewport_size({"width": 360, "height": 800})
-    page.wait_for_timeout(300)
+    resize(page, 360)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     context.close()
     assert complaints == []
@@ -176,10 +176,9 @@ def overlap(a: dict[str, float], b: dict[str, float]) -> bool:
     )
 
 
-@pytest.mark.parametrize("width", [390, 1200])
-def test_nothing_is_cut_and_nothing_overlaps_on_a_phone(browser: Any, tmp_path: Path, width: int) -> None:
+def test_nothing_is_cut_and_nothing_overlaps_on_a_phone(browser: Any, tmp_path: Path) -> None:
     log = write_log(tmp_path / "run", count=31, every=2000)  # with steps of five digits
-    context = browser.new_context(viewport={"width": width, "height": 800}, reduced_motion="reduce")
+    context = browser.new_context(viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     page = context.new_page()
     page.goto(dg.results.write_report(log, tmp_path / "page.html").resolve().as_uri())
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
@@ -188,22 +187,24 @@ def test_nothing_is_cut_and_nothing_overlaps_on_a_phone(browser: Any, tmp_path: 
         found: list[dict[str, float]] = page.evaluate(BOXES, selector)
         return found
 
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    chart = "#s0-steps-chart"
-    for name in ("direction ratio", "score range, largest head"):
-        page.select_option("#s0-steps select", label=name)
-        (legend,), (heat,) = boxes(f"{chart} .legend"), boxes(f"{chart} .heatmaplayer image")
-        drawn = [heat, *boxes(f"{chart} .nsewdrag"), *boxes(f"{chart} .cbfills, {chart} .cbaxis text")]
-        assert len(drawn) == 6  # the map, its area, that of the loss, the colours and their two labels
-        assert not [box for box in drawn if overlap(legend, box)]
-        assert all(box["left"] >= 0 and box["right"] <= width for box in (legend, *drawn))
-        assert boxes(f"{chart} .legend text")[-1]["bottom"] < boxes(f"{chart} .nsewdrag")[1]["top"]
-    for one in (chart, "#s0-depth-chart"):
-        labels = boxes(f"{one} .xtick text")
-        assert len(labels) > 2
-        assert not [pair for pair in itertools.pairwise(labels) if overlap(*pair)]
-    for table in ("#s0-alarms", "#reproduce"):
-        scroller, row = boxes(f"{table} .scroll")[0], boxes(f"{table} tbody tr:last-child")[0]
-        assert row["bottom"] <= scroller["bottom"] + 1
-    assert min(box["width"] for box in boxes("#s0-alarms td:last-child")) > 200
+    for width in (390, 1200):
+        resize(page, width)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        chart = "#s0-steps-chart"
+        for name in ("direction ratio", "score range, largest head"):
+            page.select_option("#s0-steps select", label=name)
+            (legend,), (heat,) = boxes(f"{chart} .legend"), boxes(f"{chart} .heatmaplayer image")
+            drawn = [heat, *boxes(f"{chart} .nsewdrag"), *boxes(f"{chart} .cbfills, {chart} .cbaxis text")]
+            assert len(drawn) == 6  # the map, its area, that of the loss, the colours and their two labels
+            assert not [box for box in drawn if overlap(legend, box)]
+            assert all(box["left"] >= 0 and box["right"] <= width for box in (legend, *drawn))
+            assert boxes(f"{chart} .legend text")[-1]["bottom"] < boxes(f"{chart} .nsewdrag")[1]["top"]
+        for one in (chart, "#s0-depth-chart"):
+            labels = boxes(f"{one} .xtick text")
+            assert len(labels) > 2
+            assert not [pair for pair in itertools.pairwise(labels) if overlap(*pair)]
+        for table in ("#s0-alarms", "#reproduce"):
+            scroller, row = boxes(f"{table} .scroll")[0], boxes(f"{table} tbody tr:last-child")[0]
+            assert row["bottom"] <= scroller["bottom"] + 1
+        assert min(box["width"] for box in boxes("#s0-alarms td:last-child")) > 200
     context.close()

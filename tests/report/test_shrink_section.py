@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from resized_pages import resize
 from shrink_documents import (
     ASSUMPTION,
     DOCUMENT,
@@ -317,7 +318,7 @@ def test_every_accepted_document_can_be_shown() -> None:
     """A document damaged at random is either refused or shown."""
     draw, seen = random.Random(0), {"refused": 0, "shown": 0}
     documents = [make() for make in MAKERS.values()]
-    for _ in range(400):
+    for _ in range(200):
         damaged = copy.deepcopy(draw.choice(documents))
         for _ in range(draw.choice((1, 1, 3))):
             holder, way = damaged, draw.choice(list(places(damaged)))
@@ -334,7 +335,7 @@ def test_every_accepted_document_can_be_shown() -> None:
         assert json.loads(shown.data) is not None
         assert shown.tables >= 1
         seen["shown"] += 1
-    assert min(seen.values()) > 40
+    assert min(seen.values()) > 20
 
 
 def test_the_largest_numbers_can_be_shown() -> None:
@@ -365,11 +366,10 @@ def test_write_report_takes_a_record_a_document_or_a_file(tmp_path: Path) -> Non
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -> None:
+def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path) -> None:
     path = write_report(with_limit(), tmp_path / "page.html").resolve()
     complaints: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 800}, reduced_motion="reduce")
+    context = browser.new_context(viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     page = context.new_page()
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -378,11 +378,13 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
     assert charts == ["s0-curve", "s0-stack", "s0-candidates", "s0-recovery", "s0-guarantee", "s0-texts"]
-    boxes = page.eval_on_selector_all(
-        "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
-    )
-    assert all(box["left"] >= 0 and box["right"] <= width and box["height"] > 80 for box in boxes)
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+    for width in (390, 1280):
+        resize(page, width)
+        boxes = page.eval_on_selector_all(
+            "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
+        )
+        assert all(box["left"] >= 0 and box["right"] <= width and box["height"] > 80 for box in boxes)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator("#s0-stack-chart .heatmaplayer image").count() == 1
     assert page.locator("#s0-stack-chart .legendtext").all_text_contents() == ["kept, changed", "removed"]
     assert page.locator("#s0-guarantee-chart .shapelayer path").count() == 1

@@ -1,11 +1,13 @@
 """Two processes train a tiny Llama together with DDP, then with FSDP2, with and without a monitor.
 
-    python distributed_training.py FOLDER RANK
+    python distributed_training.py FOLDER
 
-Writes the losses, and what the monitor of this process saw, to FOLDER/RANK.json.
+in each of them, as torchrun would start it. Writes the losses, and what the monitor of this process saw, to
+FOLDER/RANK.json.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -121,4 +123,4 @@ def main(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(os.environ["RANK"]))
