@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -59,9 +60,16 @@ def module_name(path: Path, src: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[str, int, bool]]:
-    """Yield every import in a file: (imported name, line, whether it runs when the file is imported)."""
-    tree = ast.parse(source)
+parsed = cache(ast.parse)
+
+
+@cache
+def imports_of(source: str, module: str, is_package: bool) -> tuple[tuple[str, int, bool], ...]:
+    """Return every import in a file: (imported name, line, whether it runs when the file is imported)."""
+    return tuple(_imports(parsed(source), module, is_package))
+
+
+def _imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[str, int, bool]]:
     lazy = {
         id(inner)
         for node in ast.walk(tree)
@@ -106,8 +114,7 @@ def edges(src: Path) -> Iterator[tuple[str, str, str]]:
     files = {module_name(p, src): p for p in sorted(src.rglob("*.py"))}
     known = {".".join(name.split(".")[:k]) for name in files for k in range(1, name.count(".") + 2)}
     for module, path in files.items():
-        source = path.read_text(encoding="utf-8")
-        for name, line, _ in imports_of(source, module, path.name == "__init__.py"):
+        for name, line, _ in imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"):
             if name == "depthgauge" or name.startswith("depthgauge."):
                 while name not in known:  # drop the names of functions and classes
                     name = name.rpartition(".")[0]
@@ -166,7 +173,7 @@ def repeated_classes(src: Path) -> list[str]:
     """List class names that are defined more than once."""
     places = defaultdict(list)
     for path in sorted(src.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(src / "depthgauge").as_posix())
     return [f"{name}: {found}" for name, found in sorted(places.items()) if len(found) > 1]
