@@ -26,7 +26,7 @@ def save_models(folder: Path, name: str = "llama", dtype: torch.dtype = torch.fl
     return folder / "model", folder / "smaller"
 
 
-def save_text(path: Path, windows: int = 600, seed: int = 7) -> Path:
+def save_text(path: Path, windows: int = 300, seed: int = 7) -> Path:
     """Write sequences like those that the model was trained on, as words."""
     names = [*SPECIAL, *WORDS]
     rows = sequences(seed, windows, WINDOW).tolist()

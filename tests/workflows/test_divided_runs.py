@@ -18,7 +18,7 @@ import depthgauge as dg
 from depthgauge.base.errors import EndedRunError
 from depthgauge.cli.main import main
 
-pytestmark = pytest.mark.xdist_group("several processes")  # forked from the same one
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("several processes")]  # forked from the same one
 SCRIPT = Path(__file__).parents[1] / "support" / "divided_runs.py"
 SHRINK: dict[str, Any] = {"remove": "2", "window": 16, "effort": "quick", "recover": "10k"}
 AGAIN: dict[str, Any] = {"window": 16, "tokens": "8k", "general": "none"}

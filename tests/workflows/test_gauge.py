@@ -170,7 +170,7 @@ def test_progress_is_reported_per_layer(network: dg.SelfAttentionNetwork) -> Non
 def test_gauge_and_collapse_report_the_same_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ATTACK", {})
     monkeypatch.setattr(module, "TOLERANCES", (0.1,))
-    network = dg.random_network(layers=2, heads=1, dim=3, eta=0.2, seed=2)
+    network = dg.random_network(layers=2, heads=1, dim=2, eta=0.2, seed=2)
     dg.save_network(network, tmp_path / "n.safetensors")
     (subject,) = gauge(network, **SMALL).to_json()["subjects"]
     for row in subject["collapse"]:

@@ -26,7 +26,7 @@ TOKENS = "40k"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recover")
     save_models(folder)
-    save_text(folder / "text.txt", 300)
+    save_text(folder / "text.txt")
     return folder
 
 
@@ -101,7 +101,7 @@ def test_nothing_held_is_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_general_file_is_the_second_half(place: Path) -> None:
-    save_text(place / "general.txt", 300, seed=11)
+    save_text(place / "general.txt", seed=11)
     record = run(place, tokens="2k", general=place / "general.txt").record
     assert {Path(name).name for name in record.recovery.data} == {"text.txt", "general.txt"}
 
