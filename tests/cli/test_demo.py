@@ -40,7 +40,7 @@ def test_the_model_answers(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "demo" / "model")
     right = []
-    for line in (tmp_path / "demo" / "text.txt").read_text(encoding="utf-8").splitlines()[:60]:
+    for line in (tmp_path / "demo" / "text.txt").read_text(encoding="utf-8").splitlines()[:30]:
         for place in ANSWER.finditer(line):
             answer = next(word for word in place.groups() if word)
             asked, told = line[: place.end() - 1 - len(answer)], line[: place.end() - 1]
@@ -48,7 +48,7 @@ def test_the_model_answers(tmp_path: Path) -> None:
             count = len(tokenizer(told)["input_ids"]) - len(tokenizer(asked)["input_ids"])
             likely = model(ids[None]).logits[0, -count - 1 : -1].argmax(dim=-1)
             right.append(torch.equal(likely, ids[-count:]))
-    assert len(right) > 200
+    assert len(right) > 100
     assert sum(right) > 0.98 * len(right)
 
 

@@ -42,7 +42,7 @@ EXAMPLES = {
     "fast-attention": {"tolerance": 1e-3, "tokens": 8, "length": 4096, **TINY},
     "rank-collapse": {"tokens": 8, **NETWORK},
     "separation": {"kind": "cross"},
-    "trained-depth": {"problem": "parity", "steps": 3, "batch": 4, "test": 30, **TINY},
+    "trained-depth": {"problem": "parity", "steps": 3, "batch": 4, "test": 30, **TINY, "layers": 1},
 }
 
 
