@@ -99,7 +99,7 @@ test-core: $(VENV)/dev.stamp
 # QUARTER=0 to 3 chooses one, QUARTER=all takes all, as `make soak` does.
 QUARTER ?= $(shell expr `date +%j` % 4)
 ANNOTATED := $(sort $(wildcard $(addsuffix /test_*.py,tests/theory/linalg tests/theory/network tests/theory/measures \
-	tests/theory/surrogates tests/theory/certificates tests/checkpoints tests/recovery) tests/surgery/test_block_runner.py \
+	tests/theory/surrogates tests/theory/certificates tests/theory/suprema tests/checkpoints tests/recovery) tests/surgery/test_block_runner.py \
 	tests/surgery/test_objective.py tests/surgery/test_repair*.py))
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) \

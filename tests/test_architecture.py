@@ -20,6 +20,7 @@ LEVELS: list[set[str]] = [
     {"theory.network"},
     {"theory.measures", "theory.surrogates"},
     {"theory.certificates"},
+    {"theory.suprema"},
     {"theory.depth", "checkpoints"},
     {"recovery"},
     {"surgery", "monitor"},

@@ -11,8 +11,8 @@ from depthgauge.monitor.monitor import Monitor as Monitor
 from depthgauge.monitor.monitor import MonitorCallback as MonitorCallback
 from depthgauge.results.gauge_record import GaugeOptions as GaugeOptions
 from depthgauge.results.shrink_record import ShrinkOptions as ShrinkOptions
-from depthgauge.theory.certificates.certificate import certify as certify
 from depthgauge.theory.certificates.token_set import Tokens as Tokens
+from depthgauge.theory.depth.certificate import certify as certify
 from depthgauge.theory.depth.effective import effective_depth as effective_depth
 from depthgauge.theory.depth.methods import collapse as collapse
 from depthgauge.theory.measures.profile import measure as measure

@@ -18,8 +18,8 @@ from depthgauge.checkpoints.blocks.circuits import (
 )
 from depthgauge.checkpoints.weights.families import find_blocks
 from depthgauge.checkpoints.weights.load import wrap
-from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.linalg.norms import column_norm, composite_norm
+from depthgauge.theory.measures.printed import printed_bound
 from depthgauge.theory.network.random_networks import uniform_inputs
 
 

@@ -9,8 +9,8 @@ import pytest
 from certificate_campaign import KINDS, contradiction, rounding_violation, violation
 
 import depthgauge as dg
-from depthgauge.theory.certificates.certificate import Certificate
 from depthgauge.theory.certificates.forward_rounding import ForwardPass
+from depthgauge.theory.depth.certificate import Certificate
 
 
 def drawn_certificate(kind: str, seed: int = 3) -> Certificate:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthgauge.theory.certificates.arb_values import difference_below
-from depthgauge.theory.certificates.certificate import Certificate, certify
 from depthgauge.theory.certificates.compared_networks import InputSet
+from depthgauge.theory.depth.certificate import Certificate, certify
 from depthgauge.theory.network.random_networks import random_network
 from depthgauge.theory.surrogates.closed_forms import closed_form
 

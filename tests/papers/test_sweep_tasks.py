@@ -10,7 +10,7 @@ from depthgauge.papers.separation.probability import estimate, exact
 from depthgauge.papers.separation.settings import CrossAttention
 from depthgauge.papers.sweep_tasks import TASKS, SplitState, log_contraction_bounds, plans_of, split_states, split_step
 from depthgauge.sweeps.grid import Cell, Grid
-from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.depth.certificate import certify
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.norms import max_norm, residual

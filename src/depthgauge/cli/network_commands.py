@@ -129,8 +129,8 @@ def collapse(
     corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
     """
     from depthgauge.base.io import check_outputs
-    from depthgauge.theory.certificates.exact_supremum import ExactLimits
     from depthgauge.theory.certificates.token_set import load_tokens
+    from depthgauge.theory.suprema.exact_supremum import ExactLimits
     from depthgauge.workflows.collapse import collapse_file
 
     read = {"NETWORK": network, "--tokens": tokens}

@@ -44,17 +44,17 @@ from depthgauge.sweeps.grid import (
     positive,
     text,
 )
-from depthgauge.theory.certificates.certificate import EFFORTS, certify
-from depthgauge.theory.certificates.exact_supremum import ExactLimits, Shares
-from depthgauge.theory.certificates.printed import log_dong_rate, printed_bound
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import EFFORTS, certify
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.enclosures import sign_norm_up
 from depthgauge.theory.linalg.norms import Center, center_row, composite_norm, max_norm
+from depthgauge.theory.measures.printed import log_dong_rate, printed_bound
 from depthgauge.theory.measures.quantities import weight_sizes
 from depthgauge.theory.network.network import NORMS, Layer, SelfAttentionNetwork, softmax_attention
 from depthgauge.theory.network.random_networks import DISTRIBUTIONS, random_network, uniform_inputs
+from depthgauge.theory.suprema.exact_supremum import ExactLimits, Shares
 from depthgauge.theory.surrogates.closed_forms import CLOSED_FORMS, METHODS, drift_matrix, refusal
 
 # --- Rank collapse below the floating-point floor ---------------------------------------------------------------------

@@ -13,7 +13,7 @@ from depthgauge.results.recover_record import RecoverOptions as RecoverOptions
 from depthgauge.results.recover_record import RecoverRecord as RecoverRecord
 from depthgauge.results.shrink_record import PlanRecord as PlanRecord
 from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
-from depthgauge.theory.certificates.certificate import Certificate as Certificate
+from depthgauge.theory.depth.certificate import Certificate as Certificate
 from depthgauge.theory.depth.effective import Depth as Depth
 from depthgauge.theory.measures.profile import Profile as Profile
 from depthgauge.workflows.gauge import GaugeResult as GaugeResult

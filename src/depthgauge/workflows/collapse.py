@@ -10,13 +10,13 @@ from depthgauge.base.errors import unknown_name
 from depthgauge.base.io import write_atomically
 from depthgauge.base.progress import Step, silent
 from depthgauge.results.gauge_record import CollapseRecord
-from depthgauge.theory.certificates.certificate import Certificate, certify, check_request
-from depthgauge.theory.certificates.exact_supremum import ExactLimits
-from depthgauge.theory.certificates.printed import printed_bound
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import Certificate, certify, check_request
 from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.measures.printed import printed_bound
 from depthgauge.theory.network.files import load_network, save_network
 from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.suprema.exact_supremum import ExactLimits
 from depthgauge.theory.surrogates.closed_forms import METHODS
 
 

@@ -21,11 +21,11 @@ from depthgauge.results.gauge_record import (
     network_verdict,
 )
 from depthgauge.theory.certificates.attack import AttackOptions
-from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.compared_networks import InputSet
-from depthgauge.theory.certificates.printed import printed_bound
+from depthgauge.theory.depth.certificate import certify
 from depthgauge.theory.depth.effective import DepthBounds, can_fold, certified_depth, measured_depth, measured_errors
 from depthgauge.theory.linalg.small_matrices import threads_for
+from depthgauge.theory.measures.printed import printed_bound
 from depthgauge.theory.measures.profile import measure
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.network.random_networks import load_inputs, uniform_inputs

@@ -15,10 +15,10 @@ from depthgauge.papers.reproduce.study import reproduce
 from depthgauge.papers.sweep_tasks import TASKS, exact_supremum
 from depthgauge.sweeps.grid import Cell, make_cell
 from depthgauge.sweeps.run import Local
-from depthgauge.theory.certificates.exact_supremum import Shares
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.network.random_networks import random_network, uniform_inputs
+from depthgauge.theory.suprema.exact_supremum import Shares
 
 
 def cell_of(method: str, eta: float, blocks: bool = False) -> Cell:

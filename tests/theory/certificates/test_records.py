@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from depthgauge.theory.certificates.certificate import Certificate, certify
+from depthgauge.theory.depth.certificate import Certificate, certify
 from depthgauge.theory.depth.effective import Depth, effective_depth
 from depthgauge.theory.network.random_networks import random_network
 from depthgauge.theory.surrogates.closed_forms import closed_form

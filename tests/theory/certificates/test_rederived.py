@@ -19,7 +19,6 @@ from scipy.special import erf
 import depthgauge as dg
 from depthgauge.base.errors import VerificationError
 from depthgauge.theory.certificates import causal_proof, deletion, lead, parallel_blocks
-from depthgauge.theory.certificates.certificate import method_of
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.difference import MatchedHeads
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
@@ -27,6 +26,7 @@ from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layer
 from depthgauge.theory.certificates.method import Method
 from depthgauge.theory.certificates.regions import BallRegion, BoxRegion, PointRegion
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import method_of
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.enclosures import OutwardUpper
 from depthgauge.theory.network.network import SelfAttentionNetwork

@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
+from depthgauge.theory.depth.certificate import certify
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.network.random_networks import random_network

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.theory.certificates.certificate import method_of
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import layers_of
@@ -23,6 +22,7 @@ from depthgauge.theory.certificates.pair_lead import BLOCK, PairLead, centred
 from depthgauge.theory.certificates.regions import PointRegion
 from depthgauge.theory.certificates.token_attack import count_sequences, every_sequence
 from depthgauge.theory.certificates.token_set import Tokens, load_tokens
+from depthgauge.theory.depth.certificate import method_of
 from depthgauge.theory.depth.effective import effective_depth
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.enclosures import Enclosure

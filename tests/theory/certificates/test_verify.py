@@ -13,13 +13,13 @@ from torch import Tensor
 
 from depthgauge.base.errors import InputError, VerificationError
 from depthgauge.theory.certificates.attack import AttackOptions
-from depthgauge.theory.certificates.certificate import Certificate, certificate_of, certify
 from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.certificates.lead import cubic_maximum
 from depthgauge.theory.certificates.parallel_blocks import Movements
 from depthgauge.theory.certificates.read_tokens import column_lengths, lengths
 from depthgauge.theory.certificates.squares import quadratic_form
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import Certificate, certificate_of, certify
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray, largest_eigenvalue
 from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, Outward, precision
 from depthgauge.theory.network.network import SelfAttentionNetwork

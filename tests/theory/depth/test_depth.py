@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from depthgauge.base.errors import InputError
 from depthgauge.theory.certificates.attack import AttackOptions
-from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import certify
 from depthgauge.theory.depth.effective import (
     DepthBounds,
     certified_depth,

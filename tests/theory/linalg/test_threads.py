@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthgauge.theory.certificates import certificate as certificates
+from depthgauge.theory.depth import certificate as certificates
 from depthgauge.theory.depth.methods import collapse
 from depthgauge.theory.linalg.small_matrices import SMALL, threads_for
 from depthgauge.theory.network.random_networks import random_network

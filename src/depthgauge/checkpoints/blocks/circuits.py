@@ -19,8 +19,8 @@ from depthgauge.base.array_record import ArrayRecord
 from depthgauge.checkpoints.weights.families import Family, Separate
 from depthgauge.checkpoints.weights.load import Checkpoint
 from depthgauge.results.gauge_record import RegimeDistance
-from depthgauge.theory.certificates.printed import log_C, log_epsilon, log_final_bound
 from depthgauge.theory.linalg.norms import entry_sum_norm
+from depthgauge.theory.measures.printed import log_C, log_epsilon, log_final_bound
 from depthgauge.theory.measures.quantities import weight_sizes
 from depthgauge.theory.network.network import Layer
 

@@ -39,8 +39,8 @@ from depthgauge.papers.ledger.claim import (
     sizes,
 )
 from depthgauge.papers.ledger.layer_collapse import balance, opposite_tokens
-from depthgauge.theory.certificates.certificate import certify
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import certify
 from depthgauge.theory.linalg.enclosures import scaled_spectral, sign_norm_up, sign_vectors
 from depthgauge.theory.network.network import SelfAttentionNetwork
 from depthgauge.theory.network.random_networks import random_network, uniform_inputs

@@ -24,13 +24,13 @@ from torch import Tensor
 from depthgauge.base.errors import require_type
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
-from depthgauge.theory.certificates.certificate import method_of
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.method import BITS, Method, check_bounds
 from depthgauge.theory.certificates.parallel_blocks import WideBlock
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import method_of
 from depthgauge.theory.depth.effective import Choice, DepthBounds, measured_depth, proved_depth, shallower
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray
 from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Outward, precision

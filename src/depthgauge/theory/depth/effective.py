@@ -17,12 +17,12 @@ from depthgauge.base.frames import html_facts
 from depthgauge.base.progress import Step, silent
 from depthgauge.results.gauge_record import DepthRow
 from depthgauge.theory.certificates.attack import DEFAULT_OPTIONS, AttackOptions, Hints, attack, multiset_attention
-from depthgauge.theory.certificates.certificate import Certificate, certificate_of, check_request, method_of
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.lead import Rank1Sum
 from depthgauge.theory.certificates.token_attack import attack_tokens
 from depthgauge.theory.certificates.token_set import Tokens
+from depthgauge.theory.depth.certificate import Certificate, certificate_of, check_request, method_of
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import AttentionFunction, SelfAttentionNetwork, require_network

@@ -18,13 +18,6 @@ from depthgauge.theory.certificates.attack import AttackOptions, attack
 from depthgauge.theory.certificates.causal_proof import CausalProof
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.deletion import Deletion, deletion_applies
-from depthgauge.theory.certificates.exact_supremum import (
-    Enumeration,
-    ExactLimits,
-    Shares,
-    exact_method,
-    exact_obstacle,
-)
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, OneToken, layers_of
 from depthgauge.theory.certificates.forward_rounding import EvaluatedIn, require_evaluation
@@ -35,6 +28,13 @@ from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.linalg.small_matrices import threads_for
 from depthgauge.theory.network.network import SelfAttentionNetwork, require_network
+from depthgauge.theory.suprema.exact_supremum import (
+    Enumeration,
+    ExactLimits,
+    Shares,
+    exact_method,
+    exact_obstacle,
+)
 from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
 

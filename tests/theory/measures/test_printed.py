@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.theory.certificates import printed
-from depthgauge.theory.certificates.certificate import certify
+from depthgauge.theory.depth.certificate import certify
 from depthgauge.theory.depth.methods import collapse
+from depthgauge.theory.measures import printed
 from depthgauge.theory.network.random_networks import random_network
 
 etas = st.floats(1e-6, 0.05)

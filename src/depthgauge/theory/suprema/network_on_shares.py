@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgauge.theory.certificates.interpolation import Interpolated, middle
 from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic
 from depthgauge.theory.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
+from depthgauge.theory.suprema.interpolation import Interpolated, middle
 
 
 class NetworkOnShares:

@@ -21,13 +21,13 @@ from depthgauge.base.format import counted, number
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.attack import prepare
 from depthgauge.theory.certificates.compared_networks import Comparison
-from depthgauge.theory.certificates.interpolation import Interpolated
 from depthgauge.theory.certificates.method import Bound, Method
-from depthgauge.theory.certificates.network_on_shares import NetworkOnShares
 from depthgauge.theory.certificates.token_attack import FEW, count_sequences, every_sequence, values_of
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic
 from depthgauge.theory.linalg.rounding import mul_up, no_bound, sub_down
+from depthgauge.theory.suprema.interpolation import Interpolated
+from depthgauge.theory.suprema.network_on_shares import NetworkOnShares
 
 ENTRIES = 2**18
 """Numbers in the largest array of one step; simplices are evaluated in batches of this size."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.theory.certificates.certificate import Certificate, certify
-from depthgauge.theory.certificates.exact_supremum import Enumeration, Shares
-from depthgauge.theory.certificates.interpolation import Interpolated
-from depthgauge.theory.certificates.network_on_shares import NetworkOnShares
+from depthgauge.theory.depth.certificate import Certificate, certify
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.network.network import SelfAttentionNetwork
+from depthgauge.theory.suprema.exact_supremum import Enumeration, Shares
+from depthgauge.theory.suprema.interpolation import Interpolated
+from depthgauge.theory.suprema.network_on_shares import NetworkOnShares
 
 A = Outward()
 BLOCK = {"mlp": 6, "mlp_skip": True}
