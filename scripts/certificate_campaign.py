@@ -23,11 +23,11 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
-from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.forward_rounding import ForwardPass
 from depthgauge.theory.depth.certificate import Certificate
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.suprema.exact_supremum import Shares
+from depthgauge.theory.suprema.network_on_shares import difference_below
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from drawn_networks import CHARACTERS, Case, Recipe

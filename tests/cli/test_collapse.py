@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from depthgauge.cli.main import main
-from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.network.files import load_network, save_network
 from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.suprema.network_on_shares import difference_below
 
 KEYS = {
     "method",

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.depth.certificate import Certificate, certify
 from depthgauge.theory.network.random_networks import random_network
+from depthgauge.theory.suprema.network_on_shares import difference_below
 from depthgauge.theory.surrogates.closed_forms import closed_form
 
 SMALL = st.integers(1, 4)

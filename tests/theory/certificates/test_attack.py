@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from depthgauge.base.errors import InputError
-from depthgauge.theory.certificates import arb_values
-from depthgauge.theory.certificates.arb_values import difference_below, distinct_tokens
 from depthgauge.theory.certificates.attack import AttackOptions, attack, difference, prepare, search, sign_search
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.network.random_networks import random_network, uniform_inputs
+from depthgauge.theory.suprema import network_on_shares
+from depthgauge.theory.suprema.network_on_shares import difference_below, distinct_tokens
 from depthgauge.theory.surrogates.closed_forms import closed_form
 
 BOX = InputSet("box", 1.0)
@@ -98,7 +98,7 @@ def test_precision_increases_until_large_weights_are_resolved(monkeypatch):
     x = uniform_inputs(1, 5, 8, seed=1)[0]
     with torch.no_grad():
         seen = float((network(x) - surrogate(x)).abs().max())
-    monkeypatch.setattr(arb_values, "MOST_PRECISION", arb_values.PRECISION)
+    monkeypatch.setattr(network_on_shares, "MOST_PRECISION", network_on_shares.PRECISION)
     assert difference_below(network, surrogate, x) == 0.0
     monkeypatch.undo()
     assert difference_below(network, surrogate, x) == pytest.approx(seen, rel=1e-6)
@@ -107,10 +107,10 @@ def test_precision_increases_until_large_weights_are_resolved(monkeypatch):
 def test_multiplicities_add_up_to_the_number_of_tokens():
     x = torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     rows, counts = distinct_tokens(x, is_ordered=False)
-    assert sum(counts) == 3
-    assert sorted(counts) == [1, 2]
+    assert int(counts.sum()) == 3
+    assert sorted(counts.tolist()) == [1, 2]
     assert len(rows) == 2
-    assert distinct_tokens(x, is_ordered=True)[1] == [1, 1, 1]
+    assert distinct_tokens(x, is_ordered=True)[1].tolist() == [1, 1, 1]
 
 
 def test_difference_on_a_multiset_equals_that_on_the_expanded_input(pair):

@@ -89,7 +89,7 @@ def holds(x: Interpolated, truth: Tensor, weights: Tensor) -> tuple[bool, bool]:
 FUNCTIONS: dict[str, tuple[Callable[[Interpolated], Interpolated], Callable[[Tensor], Tensor]]] = {
     "exp": (lambda x: x.exp(), torch.exp),
     "inverse": (
-        lambda x: x.times(x).plus(0.5).inverse(A.upper(1e9), A.upper(-0.5)),
+        lambda x: x.times(x).plus(0.5).inverse(lambda: (A.upper(1e9), A.upper(-0.5))),
         lambda x: 1 / (x * x + 0.5),
     ),
     "root": (lambda x: x.times(x).plus(0.1).inverse_root(A.exact(0.1)), lambda x: (x * x + 0.1).rsqrt()),
@@ -98,7 +98,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Interpolated], Interpolated], Callable[[Ten
     "relu of a product": (lambda x: x.times(x).plus(-0.3).activation("relu"), lambda x: torch.relu(x * x - 0.3)),
     "gelu of exp": (lambda x: x.exp().plus(-1.5).activation("gelu"), lambda x: torch.nn.functional.gelu(x.exp() - 1.5)),
     "product": (lambda x: x.times(x, lambda a, b: a @ b.mT), lambda x: x @ x.mT),
-    "known": (lambda x: x.times(x).within(A.upper(4.0), A.upper(0.0)), lambda x: x * x),
+    "known": (lambda x: x.times(x).within(lambda: (A.upper(4.0), A.upper(0.0))), lambda x: x * x),
 }
 
 

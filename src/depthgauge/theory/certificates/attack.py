@@ -2,7 +2,7 @@
 
 The search represents an input by a few distinct tokens with multiplicities: 1,024 tokens cost as much as five. Equal
 tokens stay equal in every layer of a network that is not causal, so only the distinct tokens are computed. The search
-runs in floating point and returns a candidate; `evaluate.py` proves the value at that candidate.
+runs in floating point and returns a candidate; `difference_below` of `suprema` proves the value there.
 """
 
 import math

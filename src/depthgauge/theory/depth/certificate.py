@@ -13,7 +13,6 @@ from depthgauge.base.errors import InputError, require_count, require_radius, re
 from depthgauge.base.format import counted, number
 from depthgauge.base.frames import html_facts
 from depthgauge.base.progress import Step, silent
-from depthgauge.theory.certificates.arb_values import difference_below
 from depthgauge.theory.certificates.attack import AttackOptions, attack
 from depthgauge.theory.certificates.causal_proof import CausalProof
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
@@ -35,6 +34,7 @@ from depthgauge.theory.suprema.exact_supremum import (
     exact_method,
     exact_obstacle,
 )
+from depthgauge.theory.suprema.network_on_shares import difference_below
 from depthgauge.theory.surrogates.closed_forms import block_obstacle
 
 

@@ -18,6 +18,8 @@ from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic
 from depthgauge.theory.linalg.enclosures import ENUMERATED, sign_vectors
 
 Chosen = TypeVar("Chosen")
+THIN = 64
+"""The relative accuracy in bits from which on an interval counts as a number, whose image in balls is as tight."""
 
 
 def _least(x: arb, y: arb) -> arb:
@@ -169,15 +171,15 @@ def _objects(x: Any) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return the products of matrices, by `arb_mat`."""
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    outer = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    if b.ndim == 2:
-        return _one_product(a.reshape(math.prod(outer) * m, k), b).reshape(*outer, m, n)
-    a, b = np.broadcast_to(a, (*outer, m, k)), np.broadcast_to(b, (*outer, k, n))
-    made = np.empty((*outer, m, n), dtype=object)
-    for index in np.ndindex(outer):
-        made[index] = _one_product(a[index], b[index])
+    """Return the products of matrices, by `arb_mat`; all rows that a matrix of b multiplies are one product."""
+    outer, k, n = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), b.shape[-2], b.shape[-1]
+    a, b = np.broadcast_to(a, (*outer, *a.shape[-2:])), b.reshape((1,) * (len(outer) + 2 - b.ndim) + b.shape)
+    made = np.empty((*a.shape[:-1], n), dtype=object)
+    for index in np.ndindex(b.shape[:-2]):
+        where = tuple(i if size > 1 else slice(None) for i, size in zip(index, b.shape, strict=False))
+        rows = a[where]
+        flat = rows.reshape(math.prod(rows.shape[:-1]), k)
+        made[where] = _one_product(flat, b[index]).reshape(*rows.shape[:-1], n)
     return made
 
 
@@ -291,8 +293,12 @@ class ArbArithmetic(BoundArithmetic):
         return self._by_ends(x, lambda s: s.exp())
 
     def _by_ends(self, x: ArbArray, function: Callable[[arb], arb]) -> ArbArray:
-        """Apply a monotone function of numbers, which the function in balls would enclose less tightly."""
-        return ArbArray(np.frompyfunc(lambda s: function(s.lower()).union(function(s.upper())), 1, 1)(x.x))
+        """Apply a monotone function of numbers, at both ends of an interval that is not tiny: that is tighter."""
+
+        def one(s: arb) -> arb:
+            return function(s) if s.rel_accuracy_bits() > THIN else function(s.lower()).union(function(s.upper()))
+
+        return ArbArray(np.frompyfunc(one, 1, 1)(x.x))
 
     def activation(self, z: Any, name: str) -> tuple[ArbArray, ArbArray]:
         """As in the base class."""

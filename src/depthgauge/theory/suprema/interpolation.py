@@ -7,7 +7,7 @@ enclosed as
 
 Noise and rest are of second order in the size of the simplex, and zero for linear functions. The symbols ε_g are those
 of all functions on the simplex, so that errors of one cause cancel as far as they are linear. For K = 1 the simplex is
-a point and `at` encloses the value there.
+a `Point`, where `at` encloses the value.
 """
 
 import math
@@ -34,6 +34,8 @@ class Interpolated:
     @staticmethod
     def linear(A: BoundArithmetic, at: Any) -> "Interpolated":
         """Return linear functions, given by their values at the vertices."""
+        if at.shape[1] == 1:
+            return Point(A, at)
         return Interpolated(A, at, A.exact(torch.zeros(at.shape[0], 1, *at.shape[2:], dtype=torch.float64)))
 
     def each(self, function: Callable[[Any], Any]) -> "Interpolated":
@@ -75,19 +77,21 @@ class Interpolated:
         (top, below), (more, less) = self.ends(), self.away()
         return top + more.most(0.0), below + less.most(0.0)
 
-    def within(self, top: Upper, below: Upper) -> "Interpolated":
-        """Use that −below ≤ x ≤ top is known: x − Σ λ_k x(p_k) is at most top − min_k x(p_k), and so on.
+    def within(self, known: Callable[[], tuple[Upper, Upper]]) -> "Interpolated":
+        """Use that −below ≤ x ≤ top for the pair (top, below) that `known` returns.
 
-        Where this is more than is known of the noise and the rest together, it replaces both.
+        x − Σ λ_k x(p_k) is at most top − min_k x(p_k), and so on. Where this is more than is known of the noise and
+        the rest together, it replaces both.
         """
+        top, below = known()
         A, (highest, lowest), (above, under) = self.A, self.ends(), self.away()
-        known = A.between((top + lowest).least(above), (below + highest).least(under))
+        given = A.between((top + lowest).least(above), (below + highest).least(under))
         if self.noise is None:
-            return Interpolated(A, self.at, known)
-        width, before = (known - known.floats()).size().floats(), above.floats() + under.floats()
+            return Interpolated(A, self.at, given)
+        width, before = (given - given.floats()).size().floats(), above.floats() + under.floats()
         is_kept = 2 * width >= before * 0.999
         nothing = A.exact(torch.zeros(1, dtype=torch.float64))
-        return Interpolated(A, self.at, A.where(is_kept, self.rest, known), A.where(is_kept, self.noise, nothing))
+        return Interpolated(A, self.at, A.where(is_kept, self.rest, given), A.where(is_kept, self.noise, nothing))
 
     def settled(self) -> "Interpolated":
         """Count the noise to the rest."""
@@ -154,9 +158,9 @@ class Interpolated:
         at, slope, curvature = self._applied(self.A.exp)
         return self.composed(at, slope, curvature)
 
-    def inverse(self, top: Upper, below: Upper) -> "Interpolated":
-        """Return 1/x, where 0 < −below ≤ x ≤ top is known."""
-        at, slope, curvature = self._applied(self.A.inverse, top, below)
+    def inverse(self, known: Callable[[], tuple[Upper, Upper]]) -> "Interpolated":
+        """Return 1/x, where 0 < −below ≤ x ≤ top for the pair (top, below) that `known` returns."""
+        at, slope, curvature = self._applied(self.A.inverse, *known())
         return self.composed(at, -(slope * slope), curvature * curvature * curvature * 2.0)
 
     def inverse_root(self, least: Any) -> "Interpolated":
@@ -196,6 +200,57 @@ class Interpolated:
         top, below = self.ends()
         gap = top.least(below).most(0.0)
         return self._followed(values, slope, A.between(gap, gap * 0.0))
+
+
+class Point(Interpolated):
+    """Functions at B points, K = 1: `at` encloses their values, and there is no rest."""
+
+    def __init__(self, A: BoundArithmetic, at: Any) -> None:
+        self.A, self.at, self.noise = A, at, None
+
+    @property
+    def rest(self) -> Any:
+        """Zeros."""
+        return self.A.exact(torch.zeros(self.at.shape, dtype=torch.float64))
+
+    def each(self, function: Callable[[Any], Any]) -> "Point":
+        """As in the base class."""
+        return Point(self.A, function(self.at))
+
+    def __add__(self, other: Interpolated) -> "Point":
+        return Point(self.A, self.at + other.at)
+
+    def plus(self, constant: Any) -> "Point":
+        """As in the base class."""
+        return Point(self.A, self.at + constant)
+
+    def whole(self) -> tuple[Upper, Upper]:
+        """As in the base class."""
+        return self.ends()
+
+    def within(self, known: Callable[[], tuple[Upper, Upper]]) -> "Point":
+        """As in the base class; nothing is gained."""
+        return self
+
+    def times(self, other: Interpolated, product: Bilinear = lambda x, y: x * y) -> "Point":
+        """As in the base class."""
+        return Point(self.A, product(self.at, other.at))
+
+    def exp(self) -> "Point":
+        """As in the base class."""
+        return self.each(self.A.exp)
+
+    def inverse(self, known: Callable[[], tuple[Upper, Upper]]) -> "Point":
+        """As in the base class."""
+        return self.each(self.A.inverse)
+
+    def inverse_root(self, least: Any) -> "Point":
+        """As in the base class."""
+        return self.each(self.A.inverse_root)
+
+    def activation(self, name: str) -> "Point":
+        """As in the base class."""
+        return self.each(lambda e: self.A.activation(e, name)[0])
 
 
 def _sum(x: Any, y: Any) -> Any:
