@@ -104,6 +104,18 @@ def exact(random: Random) -> Case:
     return Case(case.network, case.surrogate, {"inputs": tokens, "effort": "exact", "tolerance": 0.1, "seconds": 0.5})
 
 
+def smaller(case: Case) -> Case:
+    """Return a case of `exact` with at most 3 tokens and 3 positions, for arb.
+
+    A sequence more or a token more is the same computation again, which in arb takes minutes for thousands of them.
+    """
+    tokens = case.request["inputs"]
+    positions = None if tokens.positions is None else tokens.positions[:3]
+    length = None if tokens.length is None else min(tokens.length, 3)
+    few = dg.Tokens(tokens.embeddings[:3], positions, length)
+    return Case(case.network, case.surrogate, case.request | {"inputs": few, "tolerance": 0.5})
+
+
 def without_skips(random: Random) -> Case:
     """Draw a network without skip connections, over a box."""
     return recipe(random, skip=False, kind="radius", surrogate=random.choice(["closed", "folded", "arbitrary"]))
@@ -233,7 +245,9 @@ def main() -> int:
     for i in range(given.first, end):
         kind = list(KINDS)[i % len(KINDS)]
         is_verified = given.verified > 0 and i // len(KINDS) % given.verified == 0
-        found, wrong = outcome(KINDS[kind](Random(i)), i, is_verified=is_verified)
+        case = KINDS[kind](Random(i))
+        case = smaller(case) if is_verified and kind == "exact" else case
+        found, wrong = outcome(case, i, is_verified=is_verified)
         counts.update(found)
         if wrong is not None:
             print(f"WRONG: seed {i}, {kind}: {wrong}")  # noqa: T201

@@ -53,7 +53,7 @@ ERRORS = (
     ),
     PlantedError(
         "a difference is rounded down instead of up", "theory/linalg/rounding.py",
-        "return up(as_float64(a) - as_float64(b))", "return down(as_float64(a) - as_float64(b))",
+        "return up(_operand(a) - _operand(b))", "return down(_operand(a) - _operand(b))",
         "tests/theory/linalg/test_rounding.py",
     ),
     PlantedError(

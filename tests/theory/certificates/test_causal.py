@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import few
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,8 +44,8 @@ def largest_difference(one: SelfAttentionNetwork, other: SelfAttentionNetwork, x
 
 
 def sets(d: int, seed: int = 0) -> list[dict[str, Any]]:
-    tokens = Tokens(drawn(5, d, seed=seed), length=LENGTH)
-    placed = Tokens(drawn(3, d, seed=seed), drawn(LENGTH, d, seed=seed + 1, size=0.5))
+    tokens = Tokens(drawn(4, d, seed=seed), length=LENGTH)
+    placed = Tokens(drawn(2, d, seed=seed), drawn(LENGTH, d, seed=seed + 1, size=0.5))
     return [{"radius": 1.0, "tokens": LENGTH}, {"ball": 1.0, "tokens": LENGTH}, {"inputs": tokens}, {"inputs": placed}]
 
 
@@ -92,15 +93,16 @@ def test_the_attack_does_not_exceed_the_bound_and_arb_confirms_it(method: str, e
     net = network(eta)
     small = dg.collapse(net, method, length=LENGTH)
     for given_set in sets(4):
-        certificate = dg.certify(net, small, **given_set)
+        certificate = dg.certify(net, small, **given_set, starts=4, steps=10)
         assert certificate.upper is not None
         assert certificate.lower <= certificate.upper
         assert certificate.verify()
-        if method in ("mean-field", "corrected"):
+        if method in ("mean-field", "corrected") and eta == 0.1:
             with pytest.raises(VerificationError):
                 replace(certificate, upper=certificate.upper * 0.95).verify()
 
 
+@few(30)
 @given(
     seed=st.integers(0, 10**6),
     method=st.sampled_from(METHODS),

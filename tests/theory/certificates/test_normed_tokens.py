@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import few
 from gpt_networks import attention_of, difference, drawn, gpt, mlp_of, upper
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def test_the_error_is_of_second_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sequence_exceeds_the_bound(kind: str) -> None:
-    for seed, eta in product(range(2), (0.01, 0.1, 0.5)):
+    for seed, eta in enumerate((0.01, 0.1, 0.5)):
         net = gpt(seed, eta, **KINDS[kind])
         small = dg.collapse(net, method="parallel")
         for tokens in (Tokens(drawn(3, 4, seed=seed), length=3), Tokens(drawn(3, 4), drawn(3, 4, seed=7, size=0.5))):
@@ -122,6 +123,7 @@ def _hold(comparison: Comparison, R: Tensor, slack: float) -> None:
     assert bool(((one - other).abs().amax(0) <= bound * slack + rounding).all())
 
 
+@few(20)
 @given(st.integers(0, 10**6), st.sampled_from(list(KINDS)), st.floats(0.001, 1.0), st.floats(0.01, 5.0))
 def test_no_random_sequence_exceeds_the_bound(seed: int, kind: str, eta: float, size: float) -> None:
     _attacked(seed, kind, eta, size)
@@ -166,7 +168,7 @@ def test_ratios_of_small_weights() -> None:
     ratios = []
     for seed, (layers, dim, activation) in enumerate(shapes):
         net = gpt(seed, 0.01, layers=layers, dim=dim, mlp=4 * dim, activation=activation)
-        tokens = Tokens(drawn(6, dim, seed=seed), drawn(4, dim, seed=seed + 1, size=0.5))
+        tokens = Tokens(drawn(5, dim, seed=seed), drawn(3, dim, seed=seed + 1, size=0.5))
         certificate = dg.certify(net, dg.collapse(net, method="parallel"), inputs=tokens)
         assert certificate.methods == ("parallel",)
         assert sum(sum(heads) for heads in certificate.share) == pytest.approx(1.0)
@@ -189,8 +191,8 @@ def test_the_bound_is_proved_again(kind: str) -> None:
         assert certificate.upper is not None
         assert certificate.lower <= certificate.upper
         assert certificate.verify()
-        with pytest.raises(VerificationError, match="is proved"):
-            replace(certificate, upper=certificate.upper * (1 - 2e-3)).verify()
+    with pytest.raises(VerificationError, match="is proved"):
+        replace(certificate, upper=certificate.upper * (1 - 2e-3)).verify()
 
 
 DEGENERATE: dict[str, Tensor] = {

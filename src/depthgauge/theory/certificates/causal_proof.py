@@ -18,13 +18,12 @@ import torch
 
 from depthgauge.base.errors import InputError
 from depthgauge.base.progress import Step, silent
-from depthgauge.theory.certificates.attack import NO_HINTS, Hints
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.difference import free_heads
 from depthgauge.theory.certificates.lead import Rank1Sum, sharpened
-from depthgauge.theory.certificates.method import HINTED, Bound, Method
+from depthgauge.theory.certificates.method import Bound, Method
 from depthgauge.theory.certificates.regions import Region, region_of
-from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Upper, total
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Upper, through, total
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.expansion import CausalExpansion, match_heads
 
@@ -73,7 +72,7 @@ class CausalLayers:
 
     def _errors(self, err: Upper, M: Enclosed) -> Upper:
         """Bound |ε_j M_h|."""
-        return (err.expand(M.shape[0], -1)[:, None, :] @ M.size())[:, 0, :]
+        return through(err, M.size())
 
     def values(self, k: int, end: int) -> Iterator[Enclosed]:
         """Yield V_kh e_m(k+1:ℓ) of all heads of layer k, for m = 0, 1, …: how E_k enters state ℓ (`end`)."""
@@ -123,20 +122,13 @@ NEAR = 1e-3
 class CausalProof(Method):
     """A proof for two causal networks with skip connections, without MLP and LayerNorm."""
 
-    T: Rank1Sum | None = None
-
-    def __init__(self, comparison: Comparison, progress: Step = silent) -> None:
-        self._progress = progress
-        super().__init__(comparison)
-        self._progress = silent
-
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class."""
         network, surrogate = comparison.network, comparison.surrogate
         if network.length is not None:
             raise InputError("certificates cover position biases in the surrogate alone, and the network has some")
         region = region_of(A, comparison.inputs, network.dim)
-        S = CausalLayers(CausalExpansion(network, A), region, self._progress)
+        S = CausalLayers(CausalExpansion(network, A), region, self.progress)
         other = CausalLayers(CausalExpansion(surrogate, A), region)
         orders, slipped = surrogate_orders(surrogate, other)
         mine, none = S.X.orders(0, S.X.depth), A.exact(torch.zeros(network.dim, network.dim, dtype=torch.float64))
@@ -163,12 +155,6 @@ class CausalProof(Method):
             if A is self.arithmetic:
                 self.T = tensors[0]
         return Bound(value, parts, names, notes)
-
-    def hints(self) -> Hints:
-        """Return starting points for the attack: the leading term of the worst coordinates."""
-        if self.T is None or not self.T.terms:
-            return NO_HINTS
-        return Hints(self.T.slices(self.value.argsort(descending=True)[:HINTED]))
 
 
 def surrogate_orders(surrogate: SelfAttentionNetwork, layers: CausalLayers) -> tuple[list[Enclosed], Upper]:

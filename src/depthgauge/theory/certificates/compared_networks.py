@@ -93,6 +93,12 @@ class Comparison:
         return self.network.has_mlp or self.surrogate.has_mlp
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether the order of tokens matters: causal masks, positions or position biases."""
+        is_placed = isinstance(self.inputs, Tokens) and self.inputs.positions is not None
+        return is_placed or any(net.causal or net.length is not None for net in (self.network, self.surrogate))
+
+    @property
     def is_wide_block(self) -> bool:
         """Whether the certificate is that of docs/math.md §3.13: tokens, and LayerNorm, MLPs or biases in S."""
         return isinstance(self.inputs, Tokens) and (needs_tokens(self.network) or needs_tokens(self.surrogate))

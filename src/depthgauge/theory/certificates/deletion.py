@@ -15,7 +15,7 @@ import torch
 from depthgauge.base.errors import InputError
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.method import Bound, Method
-from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, BoundArithmetic, Enclosed, Upper, total
+from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, BoundArithmetic, Upper, through, total
 from depthgauge.theory.network.network import Layer, SelfAttentionNetwork
 from depthgauge.theory.surrogates.expansion import match_heads
 
@@ -56,7 +56,7 @@ class DeletedLayers:
                 parts.append(self.A.zeros(layer.heads, network.dim))
             else:
                 moved = self._attention_size(k, state)
-                parts.append(through(state, self.V[k]))
+                parts.append(through(state, self.V[k].size()))
             apart = self._token_map_apart(layer, (apart + moved) if network.skip else moved)
             state = self._grow(k, state)
             # Without skips and MLP the output of a deleted layer is 0; the previous bound of S' is kept, it is larger.
@@ -87,7 +87,7 @@ class DeletedLayers:
 
     def _attention_size(self, k: int, state: Upper) -> Upper:
         """Bound |Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|)."""
-        V, alone = self.V[k], through(state, self.V[k])
+        V, alone = self.V[k], through(state, self.V[k].size())
         together = (state[None] @ V.sum(0).size())[0] + (self._uneven(k, state)[:, None] * alone).sum(0)
         return alone.sum(0).least(together)
 
@@ -98,9 +98,9 @@ class DeletedLayers:
         """
         V, d_theta = self.V[k], (self._norm(apart, k, state) + self._norm(other, k, apart)) * 2.0
         turned = ((d_theta / 4.0).tanh() * 2.0)[:, None] * other
-        alone = through((apart + turned).least(state + other), V).sum(0)
+        alone = through((apart + turned).least(state + other), V.size()).sum(0)
         uneven = self._uneven(k, state)[:, None] * apart
-        return alone.least((apart[None] @ V.sum(0).size())[0] + through(turned + uneven, V).sum(0))
+        return alone.least((apart[None] @ V.sum(0).size())[0] + through(turned + uneven, V.size()).sum(0))
 
     def _uneven(self, k: int, state: Upper) -> Upper:
         """Bound 2·TV(row of P_h, row of M) ≤ 2 tanh(θ_h/4) with θ_h = 2‖diag(s) W_h diag(s)‖."""
@@ -108,7 +108,7 @@ class DeletedLayers:
 
     def _grow(self, k: int, state: Upper) -> Upper:
         """Bound |X_{ℓ+1}| from |X_ℓ| ≤ s."""
-        mixed = through(state, self.V[k]).sum(0)
+        mixed = through(state, self.V[k].size()).sum(0)
         return self._token_map(self.network[k], (state + mixed) if self.network.skip else mixed)
 
     def _token_map(self, layer: Layer, t: Upper) -> Upper:
@@ -126,12 +126,6 @@ class DeletedLayers:
         w_in, _, w_out, _ = (self.A.upper(w.detach().abs()) for w in layer.mlp.parameters())
         out = ((apart[None] @ w_in * STEEPEST[self.network.activation]) @ w_out)[0]
         return out + apart if self.network.mlp_skip else out
-
-
-def through(g: Upper, M: Enclosed) -> Upper:
-    """Bound g_h|M_h| for every head h; g may be the same for all."""
-    heads, m, _ = M.shape
-    return (g.expand(heads, m)[:, None, :] @ M.size())[:, 0, :]
 
 
 def deletion_applies(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:

@@ -10,17 +10,13 @@ together, where equal heads cancel, and only what is beyond them head by head.
 
 from collections.abc import Callable
 
-from jaxtyping import Float
-from torch import Tensor
-
 from depthgauge.base.errors import VerificationError
 from depthgauge.base.progress import Step, silent
-from depthgauge.theory.certificates.attack import Hints
 from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.difference import MatchedHeads, free_heads
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.lead import STEPS, Rank1Sum, sharpened
-from depthgauge.theory.certificates.method import HINTED, Bound, Method
+from depthgauge.theory.certificates.method import Bound, Method
 from depthgauge.theory.certificates.regions import LastRow, region_of
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic
 from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, total
@@ -120,8 +116,6 @@ class ExpansionProof(Method):
             self.is_refinable = is_promising and avoidable > WORTHWHILE * float(value.floats()[a])
         return Bound(value, parts, names, notes)
 
-    T: Rank1Sum | None = None
-    drift: Float[Tensor, "d d"]
     is_refinable = False
     """Whether joint bounds of the intermediate states may help: much of the bound is beyond its leading terms."""
 
@@ -130,12 +124,6 @@ class ExpansionProof(Method):
         """The first layer whose output has no finite bound; the last layer if all states have one."""
         finite = [bool(states.state.floats().isfinite().all()) for states in self.S.states]
         return max((finite.index(False) if False in finite else self.S.X.depth) - 1, 0)
-
-    def hints(self) -> Hints:
-        """Return starting points for the attack: T_a of the worst coordinates, and the linear part of S − S'."""
-        if self.T is None or not self.T.terms:
-            return Hints(drift=self.drift)
-        return Hints(self.T.slices(self.value.argsort(descending=True)[:HINTED]), self.drift)
 
 
 class OneToken(Method):
@@ -154,7 +142,3 @@ class OneToken(Method):
         parts = [A.zeros(layer.heads, X.dim) for layer in comparison.network]
         value = region_of(A, comparison.inputs, X.dim).largest(drift[None])[0]
         return Bound(value, parts, ("plain",), ("one token: attention is the identity",))
-
-    def hints(self) -> Hints:
-        """Return a starting point for the attack."""
-        return Hints(drift=self.drift)

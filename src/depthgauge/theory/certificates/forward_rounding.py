@@ -22,7 +22,7 @@ from depthgauge.theory.certificates.compared_networks import Comparison
 from depthgauge.theory.certificates.method import Bound, Method
 from depthgauge.theory.certificates.read_tokens import Moved, ReadTokens
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, BoundArithmetic, Upper, total
+from depthgauge.theory.linalg.bound_arithmetic import STEEPEST, BoundArithmetic, Upper, through, total
 from depthgauge.theory.linalg.rounding import gamma
 from depthgauge.theory.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
 
@@ -119,10 +119,10 @@ class ForwardPass:
         Each of the 2m operations may underflow, and later ones enlarge that by at most 2.
         """
         W, m = self._given(weight), weight.shape[-2] if terms is None else terms
-        reach = _through(x.reach, W.reach)
+        reach = through(x.reach, W.reach)
         self._watch(reach)
-        inherited = _through(x.error, W.reach) + _through(x.size, W.error)
-        return Computed(_through(x.size, W.size), inherited + reach * self._gamma(m) + 4.0 * m * self.tiny)
+        inherited = through(x.error, W.reach) + through(x.size, W.error)
+        return Computed(through(x.size, W.size), inherited + reach * self._gamma(m) + 4.0 * m * self.tiny)
 
     # --- parts of a layer ---
 
@@ -244,12 +244,6 @@ def require_evaluation(dtype: object, comparison: Comparison, effort: str) -> Co
         )
     assert isinstance(dtype, torch.dtype)
     return replace(comparison, evaluated_in=dtype)
-
-
-def _through(g: Upper, M: Upper) -> Upper:
-    """Return g_h M_h; g may be the same for all h."""
-    heads, m, _ = M.shape
-    return (g.expand(heads, m)[:, None, :] @ M)[:, 0, :]
 
 
 def _length(x: Upper) -> Upper:

@@ -9,8 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.base.errors import InputError, VerificationError, require_count
-from depthgauge.theory.certificates.attack import NO_HINTS, Hints
+from depthgauge.base.progress import Step, silent
+from depthgauge.theory.certificates.attack import Hints
 from depthgauge.theory.certificates.compared_networks import Comparison
+from depthgauge.theory.certificates.lead import Rank1Sum
 from depthgauge.theory.linalg.arb_arithmetic import ArbArithmetic, ArbArray
 from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Outward, Upper, precision
 from depthgauge.theory.linalg.rounding import no_bound
@@ -43,12 +45,17 @@ class Bound(NamedTuple):
 class Method(ABC):
     """A proof of sup |S(X) − S'(X)| ≤ `value` per output coordinate, +∞ where there is no bound.
 
-    `value`, `parts`, `names` and `notes` are those of `Bound`, in float64.
+    `value`, `parts`, `names` and `notes` are those of `Bound`, in float64. `T`, the leading term, and `drift`, the
+    linear part of S − S' in mean(X), start the attack where a proof has them.
     """
 
-    def __init__(self, comparison: Comparison) -> None:
-        self.arithmetic = Outward()
+    T: Rank1Sum | None = None
+    drift: Float[Tensor, "d d"] | None = None
+
+    def __init__(self, comparison: Comparison, progress: Step = silent) -> None:
+        self.arithmetic, self.progress = Outward(), progress
         found = self.bound(comparison, self.arithmetic)
+        self.progress = silent  # a certificate can be pickled
         self.value: Vector = no_bound(found.value.floats())
         self.parts: PartsByLayer = tuple(part.floats() for part in found.parts)
         self.names, self.notes = found.names, found.notes
@@ -83,8 +90,10 @@ class Method(ABC):
         return tuple(tuple(float(value) / whole if usable else 0.0 for value in part) for part in parts)
 
     def hints(self) -> Hints:
-        """Return starting points for the attack."""
-        return NO_HINTS
+        """Return starting points for the attack: T_a of the worst coordinates, and the drift."""
+        if self.T is None or not self.T.terms:
+            return Hints(drift=self.drift)
+        return Hints(self.T.slices(self.value.argsort(descending=True)[:HINTED]), self.drift)
 
     def verify(self, comparison: Comparison, upper: float | None, bits: int = BITS) -> bool:
         """Prove sup |S − S'| ≤ `upper` again, by the same function in arb; raise VerificationError if that fails.

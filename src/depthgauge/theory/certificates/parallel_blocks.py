@@ -425,9 +425,8 @@ class WideBlock(Method):
         progress: Step = silent,
         readout: Callable[[BoundArithmetic], Enclosed] | None = None,
     ) -> None:
-        self._progress, self.readout = progress, readout
-        super().__init__(comparison)
-        self._progress = silent
+        self.readout = readout
+        super().__init__(comparison, progress)
 
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class."""
@@ -435,7 +434,7 @@ class WideBlock(Method):
         found = Movements(comparison, A, None if self.readout is None else self.readout(A))
         blocks: list[list[Upper]] = []
         for rows in found.blocks:
-            self._progress(rows.start, found.read.u.shape[0], "proving")
+            self.progress(rows.start, found.read.u.shape[0], "proving")
             blocks.append(found.pairs(rows))
         A_high, A_low, M_high, M_low = (A.cat(list(side)) for side in zip(*blocks, strict=True))
         sides = [found.seen.of_tokens(a) + m for a, m in ((A_high, M_high), (A_low, M_low))]

@@ -12,8 +12,9 @@ import torch
 from depthgauge.theory.certificates.compared_networks import InputSet
 from depthgauge.theory.certificates.lead import STEPS, ConvexLead, Lead, Rank1Sum
 from depthgauge.theory.certificates.pair_lead import BLOCK, PairLead, can_pair
+from depthgauge.theory.certificates.read_tokens import column_lengths
 from depthgauge.theory.certificates.token_set import Tokens
-from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Upper, total
+from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic, Enclosed, Upper, through, total
 
 JOINT_LIMIT = 64
 """The largest width d at which the leading term is bounded jointly; its tensor has d⁴ entries."""
@@ -86,8 +87,7 @@ class Region(ABC):
 
     def through(self, g: Upper, M: Enclosed) -> Upper:
         """Bound the length of y M_h for vectors y of length g or g_h."""
-        heads, m, _ = M.shape
-        return (g.expand(heads, m)[:, None, :] @ M.size())[:, 0, :]
+        return through(g, M.size())
 
     def read(self, g: Upper, M: Enclosed) -> Upper:
         """Bound |(y M_h)_c| for vectors y of length g or g_h."""
@@ -285,11 +285,7 @@ class BallRegion(ConvexRegion):
 
     def largest(self, M: Enclosed) -> Upper:
         """As in the base class: r ‖M e_c‖₂."""
-        return self._columns(M) * self.radius
-
-    def _columns(self, M: Enclosed) -> Upper:
-        size = M.size()
-        return (size * size).sum(-2).sqrt()
+        return column_lengths(M) * self.radius
 
     def length(self, M: Enclosed) -> Upper:
         """As in the base class: r ‖M‖₂."""
@@ -301,7 +297,7 @@ class BallRegion(ConvexRegion):
 
     def read(self, g: Upper, M: Enclosed) -> Upper:
         """As in the base class: g ‖M_h e_c‖₂."""
-        return self._columns(M) * g
+        return column_lengths(M) * g
 
     def spread_length(self, states: States, M: Enclosed) -> Upper:
         """As in the base class."""

@@ -43,9 +43,7 @@ def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequen
     """Return the sequence with the largest max|S(X) − S'(X)| that was found."""
     tokens, network = comparison.inputs, comparison.network
     assert isinstance(tokens, Tokens)
-    is_ordered = tokens.positions is not None or any(
-        net.causal or net.length is not None for net in (network, comparison.surrogate)
-    )
+    is_ordered = comparison.is_ordered
     starts = STARTS // (2 if is_ordered else 1) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
     device = torch.device(options.device) if options.device is not None else network.device

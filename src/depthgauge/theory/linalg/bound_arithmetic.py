@@ -134,6 +134,12 @@ def total(*terms: Upper) -> Upper:
     return found
 
 
+def through(g: Upper, M: Upper) -> Upper:
+    """Bound g_h|M_h| for every head h, from bounds on |M_h|; g may be the same for all."""
+    heads, m, _ = M.shape
+    return (g.expand(heads, m)[:, None, :] @ M)[:, 0, :]
+
+
 class BoundArithmetic(ABC):
     """An arithmetic, with the functions whose error is bounded in a way of its own in each."""
 

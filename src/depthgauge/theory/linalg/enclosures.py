@@ -35,6 +35,7 @@ from depthgauge.theory.linalg.rounding import (
     down,
     gamma,
     mul_up,
+    no_bound,
     nonnegative_matmul_up,
     nonnegative_sum_up,
     sqrt_up,
@@ -342,13 +343,12 @@ ENUMERATED = 10
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SignBound(ArrayRecord):
-    """An upper bound on ‖M‖_{∞→1}, the method that gave it, and the scalings that prove it.
+    """An upper bound on ‖M‖_{∞→1}, and the scalings that prove it.
 
     `row_scale` and `column_scale` are D_u^{-½} and D_v^{-½}, so u = 1/row_scale² and v = 1/column_scale².
     """
 
     value: Float[Tensor, "*batch"]
-    method: str
     row_scale: Float[Tensor, "*batch m"] | None = None
     column_scale: Float[Tensor, "*batch n"] | None = None
 
@@ -426,7 +426,7 @@ def best_scalings(
 def sign_norm_up(M: Enclosure | Float[Tensor, "*batch m n"], iterations: int = 60) -> SignBound:
     """Return the smallest of the bounds of this module on ‖M‖_{∞→1}, for all M in the enclosure.
 
-    The bound is taken per matrix of the batch; `method` names the bound that was smallest for most of them.
+    The bound is taken per matrix of the batch.
 
     >>> M = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     >>> round(sign_norm_up(M).value.item(), 9), round(absolute_sum(M).item(), 9)
@@ -434,23 +434,10 @@ def sign_norm_up(M: Enclosure | Float[Tensor, "*batch m n"], iterations: int = 6
     """
     total = absolute_sum(M)
     if min(M.shape[-2:]) <= ENUMERATED:
-        return _least({"absolute sum": total, "enumeration": enumerated(M)})
+        return SignBound(no_bound(torch.fmin(total, enumerated(M))))
     mid = M.mid if isinstance(M, Enclosure) else as_float64(M)
-    usable = torch.where(mid.isfinite(), mid, 0.0)
-    row_scale, column_scale = best_scalings(usable, iterations)
-    ones = torch.ones_like(row_scale), torch.ones_like(column_scale)
-    bounds = {
-        "absolute sum": total,
-        "spectral norm": scaled_spectral(M, *ones),
-        "scaled spectral norm": scaled_spectral(M, row_scale, column_scale),
-    }
-    # Keep the scalings even if another bound is smaller for most matrices: a single matrix may need them.
-    least = _least(bounds)
-    return SignBound(least.value, least.method, row_scale, column_scale)
-
-
-def _least(bounds: dict[str, Float[Tensor, "*batch"]]) -> SignBound:
-    """Return the smallest bound per matrix. A NaN bound counts as +∞."""
-    values = torch.stack([torch.where(b.isnan(), math.inf, b) for b in bounds.values()])
-    winner = values.argmin(dim=0).flatten().mode().values if values[0].numel() else torch.tensor(0)
-    return SignBound(values.amin(dim=0), list(bounds)[int(winner)])
+    row_scale, column_scale = best_scalings(torch.where(mid.isfinite(), mid, 0.0), iterations)
+    plain = scaled_spectral(M, torch.ones_like(row_scale), torch.ones_like(column_scale))
+    scaled = scaled_spectral(M, row_scale, column_scale)
+    # The scalings are kept even if another bound is smaller for most matrices: a single one may need them.
+    return SignBound(no_bound(torch.fmin(torch.fmin(total, plain), scaled)), row_scale, column_scale)

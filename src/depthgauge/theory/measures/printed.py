@@ -5,6 +5,8 @@ They are for comparison with the certificates. Several are false as printed; the
 
 import math
 
+import numpy as np
+
 from depthgauge.base.errors import require_radius
 from depthgauge.results.gauge_record import PrintedTheorem
 from depthgauge.theory.network.network import SelfAttentionNetwork
@@ -27,7 +29,7 @@ def log_delta(eta: float, phi: float, heads: int, layers: int) -> float:
 
 def log_C(eta: float, phi: float, heads: int, layers: int) -> float:
     """Return log C with C = max_ℓ 3η(ε_ℓ² + 1) (proof of Theorem D.1)."""
-    return math.log(3.0 * eta) + _log_add(2.0 * log_epsilon(eta, phi, heads, layers), 0.0)
+    return math.log(3.0 * eta) + float(np.logaddexp(2.0 * log_epsilon(eta, phi, heads, layers), 0.0))
 
 
 def log_final_bound(eta: float, phi: float, heads: int, layers: int) -> float:
@@ -35,7 +37,7 @@ def log_final_bound(eta: float, phi: float, heads: int, layers: int) -> float:
     log_c = log_C(eta, phi, heads, layers)
     powers = -math.inf
     for power in range(layers + 1):
-        powers = _log_add(powers, power * log_c)
+        powers = float(np.logaddexp(powers, power * log_c))
     return powers + log_delta(eta, phi, heads, layers)
 
 
@@ -85,12 +87,6 @@ def _log_expm1(log_x: float) -> float:
         return math.exp(log_x) if log_x < 709.0 else math.inf
     x = math.exp(log_x)
     return log_x if x == 0.0 else math.log(math.expm1(x))
-
-
-def _log_add(a: float, b: float) -> float:
-    """Return log(e^a + e^b)."""
-    high, low = max(a, b), min(a, b)
-    return high if low == -math.inf or high == math.inf else high + math.log1p(math.exp(low - high))
 
 
 def _times_power(log_base: float, power: int) -> float:

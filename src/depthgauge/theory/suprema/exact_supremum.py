@@ -53,17 +53,10 @@ class ExactLimits:
         require_positive("seconds", self.seconds, "the time after which the best enclosure so far is returned")
 
 
-def is_ordered(comparison: Comparison) -> bool:
-    """Return whether the order of the tokens matters: causal masks, positions or position biases."""
-    tokens, networks = comparison.inputs, (comparison.network, comparison.surrogate)
-    assert isinstance(tokens, Tokens)
-    return tokens.positions is not None or any(net.causal or net.length is not None for net in networks)
-
-
 def is_enumerable(comparison: Comparison) -> bool:
     """Return whether all sequences are tried."""
     assert isinstance(comparison.inputs, Tokens)
-    return count_sequences(comparison.inputs, is_ordered(comparison)) <= FEW
+    return count_sequences(comparison.inputs, comparison.is_ordered) <= FEW
 
 
 def exact_method(comparison: Comparison, limits: ExactLimits, progress: Step = silent) -> "Enumeration | Shares":
@@ -78,7 +71,7 @@ def exact_obstacle(comparison: Comparison) -> str | None:
         return f"it is for prompts, and this set is a {tokens.kind}; give the tokens: inputs=Tokens(…), --tokens FILE"
     if is_enumerable(comparison):
         return None
-    if is_ordered(comparison):
+    if comparison.is_ordered:
         return (
             "the order of the tokens matters (a causal mask, positions or position biases), and there are more than "
             f"{FEW:,} sequences to try; limit them with Tokens(…, length=…), --length N, or use effort default"
@@ -171,10 +164,10 @@ class Shares(Method):
     lost_at = 0
 
     def __init__(self, comparison: Comparison, limits: ExactLimits, progress: Step = silent) -> None:
-        self.limits, self.progress = limits, progress
+        self.limits = limits
         self.attained, self.is_finished, self.is_interrupted = 0.0, False, False
         self._best: tuple[Tensor, int] | None = None
-        super().__init__(comparison)
+        super().__init__(comparison, progress)
 
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class; a second arithmetic bounds the simplices that the first one found."""
@@ -183,7 +176,6 @@ class Shares(Method):
         batch = max(1, ENTRIES // _entries(comparison))
         if A is self.arithmetic:
             self.cover, found, notes = self._search(pair, E.embeddings, batch)
-            self.progress = silent  # a certificate can be pickled
             return Bound(A.upper(found), _no_parts(comparison, A), ("shares",), notes)
         values = [
             pair.bounds(pair.differences(E.embeddings.expand(len(V), -1, -1), V[:, :, None, :])[0]).amax((0, 1))
@@ -307,15 +299,11 @@ class Enumeration(Method):
 
     lost_at = 0
 
-    def __init__(self, comparison: Comparison, progress: Step = silent) -> None:
-        self.progress = progress
-        super().__init__(comparison)
-
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class."""
         pair, found, best = _Pair(comparison, A), [], -1.0
         assert isinstance(comparison.inputs, Tokens)
-        whole, done = int(count_sequences(comparison.inputs, is_ordered(comparison))), 0
+        whole, done = int(count_sequences(comparison.inputs, comparison.is_ordered)), 0
         for x, weights in _all_sequences(comparison):
             sizes = pair.bounds(pair.differences(x, weights[:, None])[0])
             # A token that does not occur has no output.
@@ -329,7 +317,6 @@ class Enumeration(Method):
             found.append(sizes.amax((0, 1))[None])
             done += len(x)
             self.progress(done, whole, "all sequences")
-        self.progress = silent  # a certificate can be pickled
         return Bound(
             A.cat(found).amax(0),
             _no_parts(comparison, A),
@@ -346,7 +333,7 @@ def _all_sequences(comparison: Comparison) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens [B, r, d], and their weights as keys, [B, 1 or r, r]: counts, or the mask where order matters."""
     tokens = comparison.inputs
     assert isinstance(tokens, Tokens)
-    ordered, is_causal = is_ordered(comparison), comparison.network.causal
+    ordered, is_causal = comparison.is_ordered, comparison.network.causal
     v = len(tokens.embeddings)
     for x, chosen in every_sequence(tokens, ordered):
         n = x.shape[1]
