@@ -138,14 +138,26 @@ def deletion_applies(network: SelfAttentionNetwork, surrogate: SelfAttentionNetw
 
 
 def _kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int] | None:
-    """Return the layers whose attention the surrogate keeps, or None if it has all heads in parallel."""
+    """Return the layers whose attention the surrogate keeps, or None if it has all heads in parallel.
+
+    Its other layers have zero values, and all MLPs are equal. Without MLPs a deleted layer with a skip connection is
+    the identity, so the surrogate may have the last layers of the network alone.
+    """
     if network.has_attention_bias or surrogate.has_attention_bias:
         raise InputError("this certificate does not cover networks with biases in the attention")
-    if len(surrogate) == 1 and len(network) > 1 and not (network.has_mlp or surrogate.has_mlp):
-        if network.skip and _all_heads_kept(network, surrogate):
-            return None
-        return _kept_without_mlp(network, surrogate)
-    return _kept_with_mlp(network, surrogate)
+    first, may_be_shorter = len(network) - len(surrogate), network.skip and not (network.has_mlp or surrogate.has_mlp)
+    if len(surrogate) == 1 < len(network) and may_be_shorter and _all_heads_kept(network, surrogate):
+        return None
+    switches = ("skip", "causal", *(("activation", "mlp_skip") if network.has_mlp else ()))
+    is_related = first == 0 or (first > 0 and may_be_shorter)
+    if is_related and all(getattr(network, name) == getattr(surrogate, name) for name in switches):
+        pairs = [(k, network[k], theirs) for k, theirs in enumerate(surrogate, start=first)]
+        shown = [(k, mine, theirs) for k, mine, theirs in pairs if bool(theirs.value.detach().any())]
+        is_same = all(_same_attention(mine, theirs) for _, mine, theirs in shown)
+        is_same &= network.scale == surrogate.scale or not shown
+        if is_same and all(_same_mlp(mine, theirs) for _, mine, theirs in pairs):
+            return {k for k, _, _ in shown}
+    raise InputError(_UNRELATED)
 
 
 def _all_heads_kept(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:
@@ -153,34 +165,6 @@ def _all_heads_kept(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwo
     heads = sum(layer.heads for layer in network)
     matched = sum(len(match.heads) for match in match_heads(network, surrogate))
     return surrogate[0].heads == heads == matched
-
-
-def _kept_without_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int]:
-    """Return the layers that a one-layer surrogate keeps: none if its values are zero, else the last layer of S."""
-    if not bool(surrogate[0].value.detach().any()) and network.skip:
-        return set()
-    last = len(network) - 1
-    if network.skip and _same_attention(network[last], surrogate[0]) and network.scale == surrogate.scale:
-        return {last}
-    raise InputError(_UNRELATED)
-
-
-def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int]:
-    """Return the layers whose attention is unchanged; the others must have zero values, and all MLPs must be equal."""
-    if len(network) != len(surrogate):
-        raise InputError(_UNRELATED)
-    switches = ("scale", "skip", "causal", *(("activation", "mlp_skip") if network.has_mlp else ()))
-    if any(getattr(network, name) != getattr(surrogate, name) for name in switches):
-        raise InputError(_UNRELATED)
-    kept = set()
-    for k, (mine, theirs) in enumerate(zip(network, surrogate, strict=True)):
-        if not _same_mlp(mine, theirs):
-            raise InputError(_UNRELATED)
-        if _same_attention(mine, theirs):
-            kept.add(k)
-        elif bool(theirs.value.detach().any()):
-            raise InputError(_UNRELATED)
-    return kept
 
 
 _UNRELATED = (
