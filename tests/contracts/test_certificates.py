@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 from drawn_networks import Recipe, recipes
-from hypothesis import given, settings
+from example_counts import few
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,7 +37,7 @@ FAMILIES = {
     "scalings": recipes(st.integers(11, 14), most_layers=2, most_heads=2),
 }
 WIDE = recipes(st.sampled_from([16, 24, 32]), most_layers=2, most_heads=2)
-EXAMPLES = {"wider": 12, "scalings": 6, "high effort": 12}
+EXAMPLES = {"scalings": 4}
 VERIFIED = 4
 """The largest width at which these tests also verify every certificate."""
 
@@ -116,7 +117,7 @@ def certificate_of(recipe: Recipe, starts: int = 2, steps: int = 6) -> Certifica
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_input_exceeds_an_upper_bound(family: str) -> None:
-    @settings(max_examples=EXAMPLES.get(family, 10))
+    @few(EXAMPLES.get(family, 6))
     @given(recipe=FAMILIES[family])
     def holds(recipe: Recipe) -> None:
         check_contract(certificate_of(recipe), recipe.seed)
@@ -124,7 +125,7 @@ def test_no_input_exceeds_an_upper_bound(family: str) -> None:
     holds()
 
 
-@settings(max_examples=4)
+@few(2)
 @given(recipe=WIDE)
 def test_no_input_exceeds_the_upper_bound_of_a_wide_network(recipe: Recipe) -> None:
     check_contract(certificate_of(recipe), recipe.seed)

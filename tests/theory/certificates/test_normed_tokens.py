@@ -86,27 +86,26 @@ def test_the_error_is_of_second_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sequence_exceeds_the_bound(kind: str) -> None:
-    for seed, eta in enumerate((0.01, 0.1, 0.5)):
+    free, placed = Tokens(drawn(3, 4, seed=1), length=3), Tokens(drawn(3, 4), drawn(3, 4, seed=7, size=0.5))
+    for seed, (eta, tokens) in enumerate(((0.01, placed), (0.1, free), (0.3, placed), (0.5, free))):
         net = gpt(seed, eta, **KINDS[kind])
         small = dg.collapse(net, method="parallel")
-        for tokens in (Tokens(drawn(3, 4, seed=seed), length=3), Tokens(drawn(3, 4), drawn(3, 4, seed=7, size=0.5))):
-            bound, places = upper(net, small, tokens), tokens.at_positions()
-            for n in (1, 2, 3):
-                chosen = torch.tensor(list(product(range(3), repeat=n)))
-                x = places[0][chosen] if len(places) == 1 else places[torch.arange(n), chosen]
-                assert difference(net, small, x) <= bound * SLACK
+        bound, places = upper(net, small, tokens), tokens.at_positions()
+        for n in (1, 2, 3):
+            chosen = torch.tensor(list(product(range(3), repeat=n)))
+            x = places[0][chosen] if len(places) == 1 else places[torch.arange(n), chosen]
+            assert difference(net, small, x) <= bound * SLACK
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_last_row_exceeds_the_bound_on_a_readout(kind: str) -> None:
     """All sequences that fill the positions, against the bound on |(S − S')R| and against that on the states."""
-    for eta in (0.01, 0.3):
-        net = gpt(2, eta, **KINDS[kind])
-        tokens, R = Tokens(drawn(3, 4, seed=1), drawn(3, 4, seed=7, size=0.5)), drawn(4, 2, seed=3)
-        comparison = Comparison(net, dg.collapse(net, method="parallel"), tokens)
-        _hold(comparison, R, SLACK)
-        same = WideBlock(comparison, readout=lambda A: A.eye(4)).value
-        assert bool((same <= WideBlock(comparison).value * SLACK).all())
+    net = gpt(2, 0.1, **KINDS[kind])
+    tokens, R = Tokens(drawn(3, 4, seed=1), drawn(3, 4, seed=7, size=0.5)), drawn(4, 2, seed=3)
+    comparison = Comparison(net, dg.collapse(net, method="parallel"), tokens)
+    _hold(comparison, R, SLACK)
+    same = WideBlock(comparison, readout=lambda A: A.eye(4)).value
+    assert bool((same <= WideBlock(comparison).value * SLACK).all())
 
 
 def _hold(comparison: Comparison, R: Tensor, slack: float) -> None:
@@ -204,7 +203,7 @@ DEGENERATE: dict[str, Tensor] = {
 
 
 @pytest.mark.parametrize("norm", ["none", "pre", "pre-rms"])
-@pytest.mark.parametrize("distribution", ["uniform", "sign", "normal", "aligned"])
+@pytest.mark.parametrize("distribution", ["sign", "normal", "aligned"])
 @pytest.mark.parametrize("tokens", DEGENERATE)
 def test_lengths_of_zero_are_proved_again(norm: str, distribution: str, tokens: str) -> None:
     """Tokens that are equal, or equal after the norm or in the heads, give enclosures that contain 0."""

@@ -32,7 +32,7 @@ def certified(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, **
 
 
 def of_method(method: str = "mean-field", *, eta: float = 0.02, dim: int = 4, **request: Any) -> Certificate:
-    network = random_network(layers=3, heads=2, dim=dim, eta=eta, seed=dim)
+    network = random_network(layers=2, heads=2, dim=dim, eta=eta, seed=dim)
     return certified(network, closed_form(network, method), **({"radius": 1.0} | request))
 
 

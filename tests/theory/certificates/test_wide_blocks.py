@@ -173,7 +173,7 @@ def test_constants_of_gelu_are_attained() -> None:
         assert 0.995 * bound <= float(values.abs().max()) <= bound
 
 
-@few(60)
+@few(30)
 @given(st.integers(0, 10**6), st.sampled_from(["gelu", "relu"]), st.floats(0.01, 3.0))
 def test_no_hidden_state_exceeds_the_kink(seed: int, activation: str, rho: float) -> None:
     """|act(h) − act(h') − act'(h_t)(h − h')| |W_out| over states n, n' within ρ of n(t), from the distances of h."""
@@ -235,7 +235,7 @@ def test_no_average_over_visible_tokens_exceeds_the_bound(seed: int, causal: boo
     assert torch.equal(seen.largest(A.upper(rows_)).floats(), last.amax(0))
 
 
-@few(16)
+@few(10)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from(["gelu", "relu"]), st.sampled_from([0.01, 0.1, 0.6]))
 def test_no_state_moves_further_than_the_bounds(seed: int, causal: bool, activation: str, eta: float) -> None:
     """Every state of S and S' on random sequences against `far`, `inward`, G and F, with the average of its own row."""

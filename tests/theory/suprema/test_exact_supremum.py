@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -170,7 +171,7 @@ def test_the_rest_is_of_second_order() -> None:
 @given(
     st.integers(0, 10**6), st.sampled_from(list(KINDS)), st.floats(0.05, 3.0), st.floats(1e-3, 1.0), st.integers(2, 4)
 )
-@settings(max_examples=25)
+@few(12)
 def test_networks_are_enclosed_on_simplices(seed: int, kind: str, eta: float, size: float, v: int) -> None:
     network, _ = pair(kind, eta, seed)
     E, (V, weights) = drawn(v, 3, seed=seed), simplices(v, v, 3, seed, size)

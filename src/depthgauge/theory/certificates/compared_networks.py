@@ -78,6 +78,12 @@ class Comparison:
         return self.inputs
 
     @property
+    def vocabulary(self) -> Tokens:
+        """The set of inputs, which must be one of tokens."""
+        assert isinstance(self.inputs, Tokens)
+        return self.inputs
+
+    @property
     def radius(self) -> float:
         """φ or r, or the largest |entry| of the tokens."""
         return self.inputs.radius

@@ -152,8 +152,7 @@ class Movements:
     """
 
     def __init__(self, comparison: Comparison, A: BoundArithmetic, readout: Enclosed | None = None) -> None:
-        network, surrogate, tokens = comparison.network, comparison.surrogate, comparison.inputs
-        assert isinstance(tokens, Tokens)
+        network, surrogate, tokens = comparison.network, comparison.surrogate, comparison.vocabulary
         self.A, self.activation, self.unevenness = A, network.activation, tokens.unevenness
         self.is_single, self.R = tokens.length == 1, readout
         self.read = read = ReadTokens(A, tokens.points(), network)

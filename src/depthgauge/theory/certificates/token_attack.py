@@ -41,9 +41,7 @@ class FoundSequence:
 
 def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequence:
     """Return the sequence with the largest max|S(X) − S'(X)| that was found."""
-    tokens, network = comparison.inputs, comparison.network
-    assert isinstance(tokens, Tokens)
-    is_ordered = comparison.is_ordered
+    tokens, network, is_ordered = comparison.vocabulary, comparison.network, comparison.is_ordered
     starts = STARTS // (2 if is_ordered else 1) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
     device = torch.device(options.device) if options.device is not None else network.device

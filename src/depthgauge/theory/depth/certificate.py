@@ -329,7 +329,11 @@ def check_request(
     chosen: InputSet | Tokens
     if inputs is not None:
         require_type("inputs", inputs, (Tokens,), "Tokens(embeddings, positions)")
-        chosen = _checked_tokens(network, inputs, tokens)
+        if tokens is not None:
+            raise InputError("tokens cannot be combined with inputs; give the length there: Tokens(…, length=…)")
+        if inputs.width != network.dim:
+            raise InputError(f"the tokens have width {inputs.width}, and the network {network.dim}; they must be equal")
+        chosen = inputs
     elif ball is None:
         assert radius is not None
         chosen = InputSet("box", require_radius(radius))
@@ -377,14 +381,6 @@ def _check_length(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork
             f"{'any number' if length is None else length}; limit them with tokens={allowed}, or Tokens(…, "
             f"length={allowed})"
         )
-
-
-def _checked_tokens(network: SelfAttentionNetwork, inputs: Tokens, tokens: int | None) -> Tokens:
-    if tokens is not None:
-        raise InputError("tokens cannot be combined with inputs; give the length there: Tokens(…, length=…)")
-    if inputs.width != network.dim:
-        raise InputError(f"the tokens have width {inputs.width}, and the network {network.dim}; they must be equal")
-    return inputs
 
 
 def _copied(network: SelfAttentionNetwork) -> SelfAttentionNetwork:

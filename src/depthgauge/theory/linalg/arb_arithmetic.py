@@ -27,8 +27,8 @@ def _least(x: arb, y: arb) -> arb:
     return y if x.is_nan() else x if y.is_nan() else x.min(y)
 
 
-_SMALLER, _LARGER = np.frompyfunc(_least, 2, 1), np.frompyfunc(lambda x, y: x.max(y), 2, 1)
-_SIZE, _TOP = np.frompyfunc(lambda x: x.abs_upper(), 1, 1), np.frompyfunc(lambda x: x.upper(), 1, 1)
+_SMALLER, _LARGER = np.frompyfunc(_least, 2, 1), np.frompyfunc(arb.max, 2, 1)
+_SIZE, _TOP = np.frompyfunc(arb.abs_upper, 1, 1), np.frompyfunc(arb.upper, 1, 1)
 _FLOAT, _ARB = np.frompyfunc(lambda x: float(x.mid()), 1, 1), np.frompyfunc(arb, 1, 1)
 _ROOT = np.frompyfunc(lambda x: x.upper().sqrt(), 1, 1)  # an interval around 0 has no root, but its upper end has
 _TANH = np.frompyfunc(lambda x: x.upper().max(arb(0)).tanh(), 1, 1)
@@ -103,7 +103,7 @@ class ArbArray:
 
     def amax(self, dim: int | tuple[int, ...]) -> "ArbArray":
         """Return the largest entries over `dim`, NaN where one is NaN."""
-        found = self.x
+        found: Any = self.x
         for axis in sorted({d % found.ndim for d in ((dim,) if isinstance(dim, int) else dim)}, reverse=True):
             found = _LARGER.reduce(found, axis=axis)
         return ArbArray(found)

@@ -55,8 +55,7 @@ class ExactLimits:
 
 def is_enumerable(comparison: Comparison) -> bool:
     """Return whether all sequences are tried."""
-    assert isinstance(comparison.inputs, Tokens)
-    return count_sequences(comparison.inputs, comparison.is_ordered) <= FEW
+    return count_sequences(comparison.vocabulary, comparison.is_ordered) <= FEW
 
 
 def exact_method(comparison: Comparison, limits: ExactLimits, progress: Step = silent) -> "Enumeration | Shares":
@@ -92,8 +91,7 @@ def exact_obstacle(comparison: Comparison) -> str | None:
 
 def _entries(comparison: Comparison) -> int:
     """Return the numbers in the largest array of one simplex: edges or symbols × heads × pairs of tokens."""
-    assert isinstance(comparison.inputs, Tokens)
-    v = len(comparison.inputs.embeddings)
+    v = len(comparison.vocabulary.embeddings)
     networks = comparison.network, comparison.surrogate
     heads, width = max(layer.heads for net in networks for layer in net), comparison.network.dim
     symbols = max(len(net) - 1 for net in networks) * v * width
@@ -171,8 +169,7 @@ class Shares(Method):
 
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class; a second arithmetic bounds the simplices that the first one found."""
-        pair, E = _Pair(comparison, A), comparison.inputs
-        assert isinstance(E, Tokens)
+        pair, E = _Pair(comparison, A), comparison.vocabulary
         batch = max(1, ENTRIES // _entries(comparison))
         if A is self.arithmetic:
             self.cover, found, notes = self._search(pair, E.embeddings, batch)
@@ -252,8 +249,7 @@ class Shares(Method):
 
     def witness(self, comparison: Comparison) -> Float[Tensor, "n d"]:
         """Return a prompt with nearly the best shares that were found, of as few tokens as come close to them."""
-        tokens = comparison.inputs
-        assert isinstance(tokens, Tokens)
+        tokens = comparison.vocabulary
         if self._best is None:  # no difference anywhere
             return tokens.embeddings[:1]
         shares, own = self._best
@@ -302,8 +298,7 @@ class Enumeration(Method):
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
         """As in the base class."""
         pair, found, best = _Pair(comparison, A), [], -1.0
-        assert isinstance(comparison.inputs, Tokens)
-        whole, done = int(count_sequences(comparison.inputs, comparison.is_ordered)), 0
+        whole, done = int(count_sequences(comparison.vocabulary, comparison.is_ordered)), 0
         for x, weights in _all_sequences(comparison):
             sizes = pair.bounds(pair.differences(x, weights[:, None])[0])
             # A token that does not occur has no output.
@@ -331,8 +326,7 @@ class Enumeration(Method):
 
 def _all_sequences(comparison: Comparison) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens [B, r, d], and their weights as keys, [B, 1 or r, r]: counts, or the mask where order matters."""
-    tokens = comparison.inputs
-    assert isinstance(tokens, Tokens)
+    tokens = comparison.vocabulary
     ordered, is_causal = comparison.is_ordered, comparison.network.causal
     v = len(tokens.embeddings)
     for x, chosen in every_sequence(tokens, ordered):
