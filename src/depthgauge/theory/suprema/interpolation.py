@@ -21,6 +21,8 @@ from torch import Tensor
 from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, BoundArithmetic, Upper
 
 Bilinear = Callable[[Any, Any], Any]
+Known = Callable[[], tuple[Upper, Upper]]
+"""Returns known bounds (top, below): −below ≤ x ≤ top."""
 
 
 class Interpolated:
@@ -77,7 +79,7 @@ class Interpolated:
         (top, below), (more, less) = self.ends(), self.away()
         return top + more.most(0.0), below + less.most(0.0)
 
-    def within(self, known: Callable[[], tuple[Upper, Upper]]) -> "Interpolated":
+    def within(self, known: Known) -> "Interpolated":
         """Use that −below ≤ x ≤ top for the pair (top, below) that `known` returns.
 
         x − Σ λ_k x(p_k) is at most top − min_k x(p_k), and so on. Where this is more than is known of the noise and
@@ -155,33 +157,36 @@ class Interpolated:
 
     def exp(self) -> "Interpolated":
         """Return e^x."""
-        at, slope, curvature = self._applied(self.A.exp)
-        return self.composed(at, slope, curvature)
+        return self._image(self.A.exp, lambda slope, curvature: (slope, curvature))
 
-    def inverse(self, known: Callable[[], tuple[Upper, Upper]]) -> "Interpolated":
+    def inverse(self, known: Known) -> "Interpolated":
         """Return 1/x, where 0 < −below ≤ x ≤ top for the pair (top, below) that `known` returns."""
-        at, slope, curvature = self._applied(self.A.inverse, *known())
-        return self.composed(at, -(slope * slope), curvature * curvature * curvature * 2.0)
+        return self._image(self.A.inverse, lambda s, c: (-(s * s), c * c * c * 2.0), known)
 
     def inverse_root(self, least: Any) -> "Interpolated":
         """Return 1/√x, where 0 < least ≤ x is known."""
-        at, slope, curvature = self._applied(self.A.inverse_root, None, (-least).top())
-        square = curvature * curvature
-        return self.composed(at, slope * slope * slope * -0.5, square * square * curvature * 0.75)
+        return self._image(
+            self.A.inverse_root,
+            lambda s, c: (s * s * s * -0.5, c * c * (c * c) * c * 0.75),
+            lambda: (self.A.upper(math.inf), (-least).top()),
+        )
 
-    def _applied(
-        self, function: Callable[[Any], Any], top: Upper | None = None, below: Upper | None = None
-    ) -> list[Any]:
-        """Apply a function to the values at the vertices, to the reach of x, and to the range of these values.
+    def _image(
+        self,
+        function: Callable[[Any], Any],
+        derivatives: Callable[[Any, Any], tuple[Any, Any]],
+        known: Known | None = None,
+    ) -> "Interpolated":
+        """Return f(x); `derivatives` returns f' and f'' from f on the reach of x, and from f on the values at vertices.
 
-        The ranges are made smaller by known bounds −below ≤ x ≤ top.
+        Both ranges are made smaller by bounds −below ≤ x ≤ top that are known.
         """
-        ranges = [
-            self.A.between(high if top is None else high.least(top), low if below is None else low.least(below))
-            for high, low in (self.reach(), self.ends())
-        ]
-        K, found = self.at.shape[1], function(self.A.cat([self.at, *ranges], 1))
-        return [found[:, :K], found[:, K : K + 1], found[:, K + 1 :]]
+        ranges, K = [self.reach(), self.ends()], self.at.shape[1]
+        if known is not None:
+            top, below = known()
+            ranges = [(high.least(top), low.least(below)) for high, low in ranges]
+        found = function(self.A.cat([self.at, *(self.A.between(*ends) for ends in ranges)], 1))
+        return self.composed(found[:, :K], *derivatives(found[:, K : K + 1], found[:, K + 1 :]))
 
     def activation(self, name: str) -> "Interpolated":
         """Return act(x).
@@ -228,7 +233,7 @@ class Point(Interpolated):
         """As in the base class."""
         return self.ends()
 
-    def within(self, known: Callable[[], tuple[Upper, Upper]]) -> "Point":
+    def within(self, known: Known) -> "Point":
         """As in the base class; nothing is gained."""
         return self
 
@@ -236,17 +241,8 @@ class Point(Interpolated):
         """As in the base class."""
         return Point(self.A, product(self.at, other.at))
 
-    def exp(self) -> "Point":
-        """As in the base class."""
-        return self.each(self.A.exp)
-
-    def inverse(self, known: Callable[[], tuple[Upper, Upper]]) -> "Point":
-        """As in the base class."""
-        return self.each(self.A.inverse)
-
-    def inverse_root(self, least: Any) -> "Point":
-        """As in the base class."""
-        return self.each(self.A.inverse_root)
+    def _image(self, function: Callable[[Any], Any], *_: Any) -> "Point":
+        return self.each(function)
 
     def activation(self, name: str) -> "Point":
         """As in the base class."""
