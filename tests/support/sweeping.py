@@ -88,7 +88,7 @@ class SweepProcess:
 def _run_alone(largest: int, *given: Any) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes started in the background ignore Ctrl-C
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     run_command(*given)
 
 
