@@ -88,7 +88,7 @@ def test_a_file_keeps_the_layer(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("eta", [0.01, 0.1, 0.6])
+@pytest.mark.parametrize("eta", [0.02, 0.3])
 def test_the_attack_does_not_exceed_the_bound_and_arb_confirms_it(method: str, eta: float) -> None:
     net = network(eta)
     small = dg.collapse(net, method, length=LENGTH)
@@ -97,7 +97,7 @@ def test_the_attack_does_not_exceed_the_bound_and_arb_confirms_it(method: str, e
         assert certificate.upper is not None
         assert certificate.lower <= certificate.upper
         assert certificate.verify()
-        if method in ("mean-field", "corrected") and eta == 0.1:
+        if method in ("mean-field", "corrected") and eta == 0.02:
             with pytest.raises(VerificationError):
                 replace(certificate, upper=certificate.upper * 0.95).verify()
 

