@@ -14,13 +14,16 @@ from depthgauge.papers.trained_depth.output_bound import (
     OutputBound,
     attack_margin,
     box_output_bound,
+    every_sequence_bound,
     examine,
     largest_input,
     margins,
     output_bound,
+    per_state_error,
     permitted_change,
     readout_of,
 )
+from depthgauge.theory.certificates.forward_rounding import ForwardPass
 from depthgauge.theory.linalg.bound_arithmetic import Outward
 from depthgauge.theory.surrogates.closed_forms import closed_form
 
@@ -62,6 +65,44 @@ def test_no_sequence_changes_the_output_by_more_than_the_bound(
         assert 0.9 * largest <= found <= largest * (1 + 1e-12)
         assert bound.margin < over_box.margin or over_box.probability == 1.0
     assert bounds[0].margin < 8 * attack_margin(trained[0].model, bounds[0].method)
+
+
+def test_the_bound_over_all_sequences_is_their_maximum(trained: list[TrainedModel], bounds: list[OutputBound]) -> None:
+    every = torch.cartesian_prod(*(torch.arange(6) for _ in range(5)))
+    for one, proved in zip(trained, bounds, strict=True):
+        model, bound = one.model.exact(), every_sequence_bound(one.model)
+        assert bound is not None
+        assert bound.method == "corrected"
+        change = model.logits(every) - model.logits(every, closed_form(model.network, "corrected"))
+        largest = float((change.amax(1) - change.amin(1)).max())
+        # Two evaluations of one output differ by rounding, and the bound has room for more than that.
+        assert largest < bound.margin < largest * (1 + 1e-8) + 1e-10
+        assert float(change.abs().max()) < bound.logit
+        assert proved.method != "corrected" or bound.margin < proved.margin
+        assert bound.verify()
+        with pytest.raises(VerificationError):
+            replace(bound, margin=bound.margin * (1 - 1e-9)).verify()
+        assert every_sequence_bound(one.model, most=6**5 - 1) is None
+    (causal,) = train_bounded(TASK, 2, 1, 4, 0.1, options=replace(OPTIONS, steps=2, causal=True))
+    assert every_sequence_bound(causal.model) is None
+
+
+def test_rounding_is_part_of_the_bound_over_all_sequences(
+    trained: list[TrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room beyond the largest computed change is e|R| for the error e of both outputs, and γ|D||R|."""
+    with_rounding = every_sequence_bound(trained[1].model)
+    for lost in (1e-3, 0.0):
+        monkeypatch.setattr(ForwardPass, "error", lambda _, lost=lost: Outward().zeros(4) + lost)
+        changed = every_sequence_bound(trained[1].model)
+        assert changed is not None
+        assert with_rounding is not None
+        if lost:
+            columns = per_state_error(trained[1].model.exact().readout)
+            assert changed.margin - with_rounding.margin <= 2 * lost * columns * (1 + 1e-9)
+            assert changed.margin - with_rounding.margin > lost * columns
+        else:
+            assert changed.margin < with_rounding.margin
 
 
 def attacked(model: BoundedModel, method: str, radius: float, tokens: int, seed: int) -> tuple[float, float]:

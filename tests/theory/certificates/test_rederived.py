@@ -149,6 +149,35 @@ def recursion(
     def spread_of(k: int, M: Array, read: Callable[[Array, Array], Array]) -> Array:
         return 2 * read(spreads[k], M) if points is None else ranges(M) + 2 * read(owns[k], M)
 
+    def query_moved(j: int, k: int, M: Array) -> float:
+        """Bound the range of e M yᵀ over points y, e the part of err_k of layer j, by products V M (§3.11)."""
+        assert points is not None
+        apart, found = points - (points.max(0) + points.min(0)) / 2, 0.0
+        for h, v in enumerate(V[j]):
+            for N in (v @ M, v @ drift(j + 1, k) @ M):
+                reach = np.ptp(apart @ N.T @ points.T, axis=1).max() + owns[j] @ ranges(N.T)
+                found += 2 * math.tanh(theta[j][h] / 4) * float(reach)
+        return found
+
+    def key_moved(j: int, Z: Array, M: Array, query: Array) -> float:
+        """Bound |(x + m Z) M oᵀ|, o the part of own_k of layer j, in the same way."""
+        found = 0.0
+        for h, v in enumerate(V[j]):
+            reach = widest(M @ v.T) + widest(Z @ M @ v.T) + 2 * float(query @ (owns[j] @ np.abs(v)))
+            found += math.tanh(theta[j][h] / 4) * reach
+        return found
+
+    def own_read(k: int, M: Array) -> Array:
+        read = region.read(owns[k], M)
+        if points is None or not k:
+            return read  # type: ignore[no-any-return]
+        by_products = [
+            math.tanh(theta[j][h] / 4) * (ranges(v @ M) + 2 * region.read(owns[j], v @ M))
+            for j in range(k)
+            for h, v in enumerate(V[j])
+        ]
+        return np.minimum(read, sum(by_products))
+
     for k in range(L):
         own, common = 0 * region.start, 0 * region.start
         for j in range(k):
@@ -175,8 +204,12 @@ def recursion(
                 theta[k].append(min(2 * region.pair(state, M, spreads[k]), most if joint else math.inf))
                 moved[k].append(2 * (region.query_pair(M, Z @ M, own) + by_error))
             else:
-                query = np.abs(points @ M).max(0) + np.abs(points @ Z @ M).max(0) + err @ np.abs(M)
-                moved[k].append(float((err * ranges(M.T)).sum() + 2 * (query * own).sum()))
+                query = np.abs(points @ M).max(0) + np.abs(points @ Z @ M).max(0)
+                by_query, by_key, late = float(err @ ranges(M.T)), 2 * float(query @ own), err @ np.abs(M)
+                if k:
+                    by_query = min(by_query, sum(query_moved(j, k, M) for j in range(k)))
+                    by_key = min(by_key, 2 * sum(key_moved(j, Z, M, query) for j in range(k)))
+                moved[k].append(by_query + by_key + 2 * float(late @ own))
                 theta[k].append(widest(M) + widest(Z @ M) + moved[k][-1])
     alone, rest = np.zeros(d), np.zeros(d)
     for k in range(L):
@@ -185,7 +218,7 @@ def recursion(
             for M in (V[k][h], V[k][h] @ drift(k + 1, L)) if skip else (V[k][h] @ drift(k + 1, L),):
                 alone = alone + math.tanh(t / 4) * spread_of(k, M, region.read)
                 curved = (rho * t**2 + moved[k][h] / 4) * ranges(M)
-                rest = rest + curved + 2 * math.tanh(t / 4) * region.read(owns[k], M)
+                rest = rest + curved + 2 * math.tanh(t / 4) * own_read(k, M)
     return SimpleNamespace(alone=alone, rest=rest, states=states, spreads=spreads, owns=owns, errs=errs, theta=theta)
 
 
@@ -719,6 +752,9 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], Callable[[], float]]] = {
     "ranges of points": (scaled(PointRegion, "ranges", 0.99), lambda: expansion_differs("tokens")),
     "ranges of points, causal": (scaled(PointRegion, "ranges", 0.99), causal_differs),
     "rows of points": (scaled(PointRegion, "widest_row", 0.99), lambda: expansion_differs("tokens")),
+    "errors of queries": (scaled(ExpansionLayers, "_query_moved", 0.99), lambda: expansion_differs("tokens")),
+    "errors of keys": (scaled(ExpansionLayers, "_key_moved", 0.99), lambda: expansion_differs("tokens")),
+    "errors of values": (scaled(ExpansionLayers, "_own_read", 0.99), lambda: expansion_differs("tokens")),
     "rest": (scaled(ExpansionLayers, "rest", 0.99), lambda: expansion_differs("tokens")),
     "spread, without skips": (scaled(BoxRegion, "spread_range", 0.99), without_skips_differs),
     "tanh, matched heads": (scaled(OutwardUpper, "tanh", 0.99), matched_differs),

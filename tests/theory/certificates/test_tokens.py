@@ -14,7 +14,9 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.base.errors import InputError, VerificationError
+from depthgauge.theory.certificates import every_lead
 from depthgauge.theory.certificates.compared_networks import Comparison
+from depthgauge.theory.certificates.every_lead import EveryLead
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import layers_of
 from depthgauge.theory.certificates.lead import Rank1Sum
@@ -301,6 +303,43 @@ def test_the_leading_term_bounds_every_covariance_and_two_tokens_reach_half_of_i
             assert bool((found <= bound * SLACK).all())
             largest = torch.maximum(largest, found.amax(0))
     assert bool((largest >= 0.5 * bound / SLACK).all())
+
+
+def lead_of_the_last_row(n: int, *, averaged: bool) -> tuple[EveryLead, Tensor]:
+    """Return the bound for n places of three tokens, and the largest leading term of all sequences by its definition.
+
+    With `averaged` there is a term of mean(X) as well, whose matrices W are other ones.
+    """
+    places, (terms, W, V) = drawn(n, 3, 3, seed=n), leading_terms()
+    none, turned = Rank1Sum(A, terms.left[:0], terms.right[:0]), Rank1Sum(A, terms.left.mT, terms.right)
+    chosen = torch.tensor(list(product(range(3), repeat=n)))
+    x = places[torch.arange(n), chosen]
+    apart = x - x.mean(1, keepdim=True)
+    C = apart.mT @ apart / n
+    exact = torch.einsum("sb,rbc,sce,rea->sa", x[:, -1], W, C, V)
+    if averaged:
+        exact = exact + torch.einsum("sb,rcb,sce,rea->sa", x.mean(1), W, C, V)
+    return EveryLead(A, terms, turned if averaged else none, places), exact.abs().amax(0)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_leading_term_of_the_last_row_is_its_maximum_over_all_sequences(
+    n: int, averaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, largest = lead_of_the_last_row(n, averaged=averaged)
+    sharper = torch.stack([lead.sharper(a).floats() for a in range(3)])
+    assert bool((largest <= sharper * SLACK + 1e-14).all())
+    assert bool((sharper <= largest * SLACK + 1e-13).all())
+    assert bool((sharper <= lead.value.floats() * SLACK + 1e-13).all())
+    for per_term in (0.0, 1e-3):  # the rounding of the sum of N tables is in the bound
+        monkeypatch.setattr(every_lead, "gamma", lambda count, per_term=per_term: per_term * count)
+        changed = torch.stack([lead.sharper(a).floats() for a in range(3)])
+        assert bool(((changed > sharper) if per_term else (changed < sharper)).all()) or n == 1
+    monkeypatch.setattr(every_lead, "MOST", 1)  # too many sequences: both bounds of 3.11
+    for a in range(3):
+        assert largest[a] <= lead.sharper(a).floats() * SLACK + 1e-14
+        assert lead.sharper(a).floats() <= lead.value[a].floats() * SLACK + 1e-13
 
 
 def test_the_rest_bounds_what_is_beyond_the_leading_term() -> None:

@@ -22,13 +22,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from depthgauge.base.errors import require_type
+from depthgauge.base.progress import Step, silent
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
+from depthgauge.papers.trained_depth.every_sequence import EverySequence
 from depthgauge.theory.certificates.compared_networks import Comparison, InputSet
 from depthgauge.theory.certificates.expansion_layers import ExpansionLayers
 from depthgauge.theory.certificates.expansion_proof import ExpansionProof, layers_of
 from depthgauge.theory.certificates.method import BITS, Method, check_bounds
 from depthgauge.theory.certificates.parallel_blocks import WideBlock
+from depthgauge.theory.certificates.token_attack import FEW
 from depthgauge.theory.certificates.token_set import Tokens
 from depthgauge.theory.depth.certificate import method_of
 from depthgauge.theory.depth.effective import Choice, DepthBounds, measured_depth, proved_depth, shallower
@@ -205,6 +208,32 @@ def box_output_bound(model: BoundedModel) -> OutputBound | None:
     if network.skip and DECISIVE < best.margin <= HOPELESS * DECISIVE:
         best = min(best, prove(methods[0], None), key=lambda bound: bound.margin)
     return least_bound([best])
+
+
+def every_sequence_bound(model: BoundedModel, *, most: int = FEW, progress: Step = silent) -> OutputBound | None:
+    """Prove the same as `output_bound` by evaluating every sequence, with the sharpest one-layer network.
+
+    The bound is the largest change itself, up to rounding. It takes some 0.1 ms for each sequence, and `verify` takes
+    as long again.
+
+    Args:
+        model: The model; without MLP and LayerNorm, not causal.
+        most: The most sequences that are evaluated.
+        progress: Called as `progress(done, total, label)`.
+
+    Returns:
+        The bound, or None if no closed form applies, or if there are more sequences.
+    """
+    exact = _checked(model)
+    if len(exact.network) == 1:
+        return OutputBound(ITSELF, 0.0, 0.0, 0.0)
+    methods, network = _methods(exact.network), exact.network
+    if not methods or needs_tokens(network) or network.causal or len(exact.token) ** len(exact.position) > most:
+        return None
+    inputs = Tokens(exact.token, exact.position)
+    comparison = Comparison(network, closed_form(network, methods[0]), inputs, evaluated_in=torch.float64)
+    proof = EverySequence(comparison, exact.readout, progress)
+    return least_bound([_bound(methods[0], OutputProof(comparison, proof, exact.readout, is_read=True))])
 
 
 def attack_margin(model: BoundedModel, method: str, *, starts: int = 32, sweeps: int = 3, seed: int = 0) -> float:

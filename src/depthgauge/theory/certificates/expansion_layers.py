@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.lead import Rank1Sum
-from depthgauge.theory.certificates.regions import Region, States
+from depthgauge.theory.certificates.regions import PointRegion, Region, States
 from depthgauge.theory.linalg.bound_arithmetic import Enclosed, Upper, total
 from depthgauge.theory.surrogates.expansion import Expansion
 
@@ -54,9 +54,40 @@ class ExpansionLayers:
             progress(k, X.depth, "proving")
             self.states.append(self._states(k))
             W = X.W[k]
-            theta, moved = region.scores(self.states[k], W, X.drift(0, k) @ W, joint=self.joint)
+            theta, moved = self._scores(k, W, X.drift(0, k) @ W)
             self.heads.append(HeadScores(theta, (theta / 4.0).tanh().least(region.unevenness), moved))
         self.states.append(self._states(X.depth))
+
+    def _scores(self, k: int, W: Enclosed, drifting: Enclosed) -> tuple[Upper, Upper | None]:
+        """Bound θ and the range of the part of a row of scores that errors cause, as `Region.scores`."""
+        states, region = self.states[k], self.region
+        if not (self.joint and isinstance(region, PointRegion)):
+            return region.scores(states, W, drifting, joint=self.joint)
+        query = total(region.largest(W), region.largest(drifting))
+        by_query = (region.ranges(W.mT) * states.err).sum(-1)
+        by_key = (query * states.own).sum(-1) * 2.0
+        if k:
+            ends = (None, k)
+            by_query = by_query.least(total(*(self._query_moved(j, end, W) for j in range(k) for end in ends)))
+            by_key = by_key.least(total(*(self._key_moved(j, W, drifting, query) for j in range(k))) * 2.0)
+        moved = total(by_query, by_key, (region.through(states.err, W) * states.own).sum(-1) * 2.0)
+        return total(region.widest_row(W), region.widest_row(drifting), moved), moved
+
+    def _query_moved(self, j: int, end: int | None, W: Enclosed) -> Upper:
+        """Bound the range over tokens y of e W_h yᵀ for e = (P − U) X_j V, or e = mean((P − U) X_j) V Z, of layer j."""
+        region, uneven = self.region, self.heads[j].uneven
+        made = (self.X.V[j] if end is None else self.X.carried(j, end))[:, None] @ W[None]
+        flat = made.reshape(-1, *W.shape[-2:])
+        reach = region.widest_row(flat.mT, centred=True) + (region.ranges(flat.mT) * self.states[j].own).sum(-1)
+        return (reach.reshape(*made.shape[:2]) * uneven[:, None]).sum(0) * 2.0
+
+    def _key_moved(self, j: int, W: Enclosed, drifting: Enclosed, query: Upper) -> Upper:
+        """Bound |y W_h oᵀ| for y = x + m Z and a row o of (P − U) X_j V of layer j."""
+        region, uneven, V = self.region, self.heads[j].uneven, self.X.V[j]
+        made = [(matrix[None] @ V.mT[:, None]).reshape(-1, *W.shape[-2:]) for matrix in (W, drifting)]
+        reach = total(*(region.widest_row(flat) for flat in made)).reshape(V.shape[0], W.shape[0])
+        late = (region.through(self.states[j].own, V)[:, None] * query).sum(-1) * 2.0
+        return ((reach + late) * uneven[:, None]).sum(0)
 
     def _states(self, k: int) -> States:
         """Bound state = min(φ + |x Z_{0:ℓ}| + err, grown), spread = min(φ + own, state); without skips no φ."""
@@ -113,7 +144,20 @@ class ExpansionLayers:
         theta, uneven, moved = self.heads[k]
         assert moved is not None
         curved = theta * theta * self.A.rho + moved * 0.25
-        return curved[:, None] * self.region.ranges(M) + uneven[:, None] * self.region.read(self.states[k].own, M) * 2.0
+        return curved[:, None] * self.region.ranges(M) + uneven[:, None] * self._own_read(k, M) * 2.0
+
+    def _own_read(self, k: int, M: Enclosed) -> Upper:
+        """Bound |(o M_h)_c| for the rows o of Σ_{j<k} E_j; on points by products V M before the bound over points."""
+        read = self.region.read(self.states[k].own, M)
+        if not k or not isinstance(self.region, PointRegion):
+            return read
+        heads, _, m = M.shape
+        found = []
+        for j in range(k):
+            made = (self.X.V[j][:, None] @ M[None]).reshape(-1, self.X.dim, m)
+            reach = self.region.spread_range(self.states[j], made).reshape(-1, heads, m)
+            found.append((reach * self.heads[j].uneven[:, None, None]).sum(0))
+        return read.least(total(*found))
 
     def added(self, k: int, readout: Enclosed | None = None) -> Upper:
         """Bound what every head of layer k adds to the output, or to the output times R with a readout R.

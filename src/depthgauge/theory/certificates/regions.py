@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from depthgauge.theory.certificates.compared_networks import InputSet
+from depthgauge.theory.certificates.every_lead import EveryLead
 from depthgauge.theory.certificates.lead import STEPS, ConvexLead, Lead, Rank1Sum
 from depthgauge.theory.certificates.pair_lead import BLOCK, PairLead, can_pair
 from depthgauge.theory.certificates.read_tokens import column_lengths
@@ -61,8 +62,8 @@ class Region(ABC):
         """Bound the largest (x M_h)_c − (y M_h)_c."""
 
     @abstractmethod
-    def widest_row(self, W: Enclosed) -> Upper:
-        """Bound the largest range over y of x W_h yᵀ."""
+    def widest_row(self, W: Enclosed, *, centred: bool = False) -> Upper:
+        """Bound the largest range over y of x W_h yᵀ; of (x − c) W_h yᵀ with the middle c of the set if `centred`."""
 
     @abstractmethod
     def spread_range(self, states: States, M: Enclosed) -> Upper:
@@ -130,12 +131,13 @@ class PointRegion(Region):
         """As in the base class."""
         return total(*self._ends(M))
 
-    def widest_row(self, W: Enclosed) -> Upper:
+    def widest_row(self, W: Enclosed, *, centred: bool = False) -> Upper:
         """As in the base class."""
         heads, v = W.shape[0], len(self.floats)
         many, found = max(1, BLOCK // (heads * v)), self.A.zeros(heads)
+        rows = self.points - (self.floats.amax(0) / 2 + self.floats.amin(0) / 2) if centred else self.points
         for start in range(0, v, many):
-            query = self.points[start : start + many] @ W
+            query = rows[start : start + many] @ W
             found = found.most(total(*self.points.coarse(query.mT).ends()).amax(-1))
         return found
 
@@ -164,10 +166,8 @@ class LastRow(PointRegion):
         self, T: Rank1Sum, Tm: Rank1Sum | None = None, *, is_sharp: bool = False, steps: int = STEPS
     ) -> list[Lead]:
         """As in the base class."""
-        by_place = self.inputs.at_positions()
-        both = ((T, by_place[-1]), (Tm, None))
-        pairs = [(terms, queries) for terms, queries in both if terms is not None and terms.terms]
-        return [PairLead(self.A, terms, self.floats, queries, len(by_place)) for terms, queries in pairs]
+        assert Tm is not None
+        return [EveryLead(self.A, T, Tm, self.inputs.at_positions())]
 
 
 class ConvexRegion(Region):
@@ -197,8 +197,8 @@ class ConvexRegion(Region):
         """As in the base class: twice the largest value, as the sets are symmetric."""
         return self.largest(M) * 2.0
 
-    def widest_row(self, W: Enclosed) -> Upper:
-        """As in the base class."""
+    def widest_row(self, W: Enclosed, *, centred: bool = False) -> Upper:
+        """As in the base class; c = 0."""
         return self.pairing(W)(self.start, self.start) * 2.0
 
     def spread_range(self, states: States, M: Enclosed) -> Upper:
