@@ -1,5 +1,6 @@
 """The second computation of a bound, in arb: it accepts every correct certificate, and rejects each kind of damage."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -319,6 +320,26 @@ def test_a_hidden_unit_of_unknown_sign_and_size_may_bend_anywhere() -> None:
     found.hidden[0].x[0, 2] = arb.nan()
     unknown = found._kink(0, near, near, near) @ size
     assert all(a < b for a, b in zip(known.x[0], unknown.x[0], strict=True))
+
+
+def test_gelu_of_wide_intervals_is_enclosed_and_no_wider_than_in_float64() -> None:
+    A, outward = ArbArithmetic([]), Outward()
+    middle = torch.linspace(-9, 9, 37, dtype=torch.float64)
+    for radius in (1e-12, 0.1, 7.0, 40.0):
+        ends = [torch.full_like(middle, radius) + sign * middle for sign in (1, -1)]
+        found = [
+            arithmetic.activation(arithmetic.between(*map(arithmetic.upper, ends)), "gelu")
+            for arithmetic in (A, outward)
+        ]
+        points = middle[:, None] + radius * torch.linspace(-1, 1, 41, dtype=torch.float64)
+        density = (-points * points / 2).exp() / math.sqrt(2 * math.pi)
+        share = torch.special.ndtr(points)
+        for truth, arb_, float_ in zip((points * share, share + points * density), *found, strict=True):
+            for side in (1.0, -1.0):
+                top = (arb_ * side).top().floats()
+                assert bool(((truth * side).amax(1) <= top + 1e-12).all())
+                wider = (1 + radius) * 2.0**-28  # the radius of an arb interval has 30 bits
+                assert bool((top <= (float_ * side).top().floats() + wider).all())
 
 
 @given(p=st.floats(0, 10), q=st.floats(0, 10), radius=st.floats(0.1, 3), share=st.floats(0, 1))

@@ -14,7 +14,7 @@ from flint import arb, arb_mat
 from torch import Tensor
 
 from depthgauge.base.errors import VerificationError
-from depthgauge.theory.linalg.bound_arithmetic import BoundArithmetic
+from depthgauge.theory.linalg.bound_arithmetic import CURVATURE, STEEPEST, BoundArithmetic
 from depthgauge.theory.linalg.enclosures import ENUMERATED, sign_vectors
 
 Chosen = TypeVar("Chosen")
@@ -327,11 +327,15 @@ def _relu_slope(z: arb) -> arb:
 
 
 def _gelu(z: arb) -> arb:
-    return z * (1 + (z / arb(2).sqrt()).erf()) / 2
+    """Enclose gelu by the mean-value theorem; a wide ball in the formula itself would contain e^(r²/2)."""
+    m = z.mid()
+    return m * (1 + (m / arb(2).sqrt()).erf()) / 2 + (z - m) * STEEPEST["gelu"]
 
 
 def _gelu_slope(z: arb) -> arb:
-    return (1 + (z / arb(2).sqrt()).erf()) / 2 + z * (-z * z / 2).exp() / (2 * arb.pi()).sqrt()
+    """Enclose gelu' in the same way."""
+    m = z.mid()
+    return (1 + (m / arb(2).sqrt()).erf()) / 2 + m * (-m * m / 2).exp() / (2 * arb.pi()).sqrt() + (z - m) * CURVATURE
 
 
 def largest_eigenvalue(S: arb_mat) -> arb:
