@@ -11,6 +11,8 @@ from divided_runs import started
 import depthgauge as dg
 from depthgauge.monitor.measurement import Measurement, combined
 
+pytestmark = pytest.mark.xdist_group("several processes")  # forked from the same one
+
 SUPPORT = Path(__file__).parents[1] / "support"
 
 

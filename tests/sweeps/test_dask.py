@@ -21,6 +21,7 @@ from depthgauge.sweeps.store import read_status
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
+pytestmark = pytest.mark.xdist_group("several processes")  # forked from the same one
 
 
 @pytest.fixture(scope="module", autouse=True)

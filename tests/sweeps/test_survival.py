@@ -18,6 +18,8 @@ from depthgauge.sweeps.grid import read_grid
 from depthgauge.sweeps.run import Local, run_grid
 from depthgauge.sweeps.store import Store
 
+pytestmark = pytest.mark.xdist_group("several processes")  # forked from the same one
+
 
 def resumed(grid: Path, store: Path) -> int:
     """Run the grid to its end in this process; return how many cells were computed."""

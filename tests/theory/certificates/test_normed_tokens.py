@@ -87,7 +87,8 @@ def test_the_error_is_of_second_order(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sequence_exceeds_the_bound(kind: str) -> None:
     free, placed = Tokens(drawn(3, 4, seed=1), length=3), Tokens(drawn(3, 4), drawn(3, 4, seed=7, size=0.5))
-    for seed, (eta, tokens) in enumerate(((0.01, placed), (0.1, free), (0.3, placed), (0.5, free))):
+    drawn_so = list(enumerate(((0.01, placed), (0.1, free), (0.5, free), (0.3, placed))))
+    for seed, (eta, tokens) in drawn_so[list(KINDS).index(kind) % 2 :: 2]:
         net = gpt(seed, eta, **KINDS[kind])
         small = dg.collapse(net, method="parallel")
         bound, places = upper(net, small, tokens), tokens.at_positions()
