@@ -75,7 +75,7 @@ types: $(VENV)/dev.stamp
 test: lint suite
 
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) --dist loadgroup --slowest results/slowest_tests.txt \
+	$(PIN) $(BIN)/pytest -n $(WORKERS) --dist loadgroup --slowest=results/slowest_tests.txt \
 		-m "not soak and not models and not gpu and not docs and not kernels and not families"
 
 # A tiny model of every family that transformers can build, and tests that take long on other families than those of
