@@ -54,7 +54,9 @@ class ByAddress:
         return by_triton
 
 
-PREPARED: list[Any] = [launches.forward_launches, launches.gradient_launches, launches.survey_launch]
+PREPARED: list[Any] = [
+    launches.forward_launches, launches.gradient_launches, launches.survey_launch, launches.glance_launch,
+]  # fmt: skip
 
 
 @pytest.fixture

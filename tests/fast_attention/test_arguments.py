@@ -14,10 +14,8 @@ from torch import Tensor
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention.bounds import Survey
-from depthgauge.fast_attention.call import Call, Tensors, kept_validated
+from depthgauge.fast_attention.call import Tensors, kept_validated
 from depthgauge.fast_attention.plan import PreparedCall
-from depthgauge.fast_attention.polynomial_path import Backend
 
 
 def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int = 16, seed: int = 0) -> list[Tensor]:
@@ -30,13 +28,13 @@ def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of rows of all problems whose numbers were examined."""
     found: list[int] = []
-    original = Backend.survey
+    original = PreparedCall.is_refused
 
-    def watched(backend: Backend, call: Call, tensors: Tensors) -> Survey:
-        found.append(call.n)
-        return original(backend, call, tensors)
+    def watched(prepared: PreparedCall, tensors: Tensors) -> bool:
+        found.append(prepared.call.n)
+        return original(prepared, tensors)
 
-    monkeypatch.setattr(Backend, "survey", watched)
+    monkeypatch.setattr(PreparedCall, "is_refused", watched)
     return found
 
 

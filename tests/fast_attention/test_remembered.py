@@ -10,10 +10,8 @@ from torch import Tensor
 import depthgauge as dg
 from depthgauge.base.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention.bounds import Survey
 from depthgauge.fast_attention.call import Call, Tensors
 from depthgauge.fast_attention.plan import LONGEST_WAIT, PreparedCall, prepared_for
-from depthgauge.fast_attention.polynomial_path import Backend
 
 
 def draw(size: float, n: int = 2000, seed: int = 0) -> list[Tensor]:
@@ -29,16 +27,16 @@ CALL = Call(2, 1, 2000, 2000, 4, 4, torch.float32, torch.device("cpu"), 0.5, Fal
 
 @pytest.fixture
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of calls made so far, at every survey."""
+    """The number of calls made so far, at every call that looks at numbers."""
     found: list[int] = []
     made.clear()
-    original = Backend.survey
+    original = PreparedCall.is_refused
 
-    def watched(backend: Backend, call: Call, tensors: Tensors) -> Survey:
+    def watched(prepared: PreparedCall, tensors: Tensors) -> bool:
         found.append(len(made))
-        return original(backend, call, tensors)
+        return original(prepared, tensors)
 
-    monkeypatch.setattr(Backend, "survey", watched)
+    monkeypatch.setattr(PreparedCall, "is_refused", watched)
     return found
 
 

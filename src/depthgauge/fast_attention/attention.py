@@ -266,30 +266,28 @@ def polynomial(call: Call, given: Tensors, return_bound: bool, calls: dict[Call,
     if call.is_exact or q.shape[-2] * k.shape[-2] <= call.most_pairs:
         return None
     call = with_tokens(call, given)
-    if call.force is None:
-        prepared = _prepared(call, calls)
-        # Where no polynomial pays, numbers need not be read; in the capture of a CUDA graph they cannot be read.
-        if not prepared.is_examined or is_capturing(q) or (calls is not None and prepared.is_waiting()):
-            return None
+    prepared = _prepared(call, calls)
+    # Where no polynomial pays, numbers need not be read; in the capture of a CUDA graph they cannot be read.
+    if call.force is None and (not prepared.is_examined or is_capturing(q) or (calls and prepared.is_waiting())):
+        return None
     is_usual = not return_bound and _is_usual(call, given)
     if not is_usual and exact.why_exact(call, given) is not None:
         return None
-    prepared = _prepared(call, calls)
+    is_usual = is_usual and prepared.kernels is not None
     with on_device(q):
-        flat, found = given, None
-        if is_usual and prepared.kernels is not None:
-            found = prepared.usual(q, k, v)
-        else:
-            flat = given.flat(call)
-            found = prepared.backend(2).survey(call, flat.detach())
-        decision = None
-        if isinstance(found, Survey):
-            flat = given.flat(call) if flat is given else flat
-            decision = decided(prepared, flat, found)
-        if calls is not None:
-            prepared.record(is_refused=decision is None and not isinstance(found, Tensor))
+        flat = given if is_usual else given.flat(call)
+        if prepared.is_refused(flat):
+            prepared.record(is_refused=True)
+            return None
+        found = prepared.usual(q, k, v) if is_usual else prepared.backend(2).survey(call, flat.detach())
+        if isinstance(found, Tensor):
+            prepared.record(is_refused=False)
+            return found
+        flat = given.flat(call) if is_usual else flat
+        decision = decided(prepared, flat, found)
+        prepared.record(is_refused=decision is None)
         if decision is None:
-            return found if isinstance(found, Tensor) else None
+            return None
         out, bound = decision.run(flat, return_bound)
     shape = q.shape[:-1]
     out = out.reshape(*shape, call.e)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from operator import mul
 
 import torch
 from torch import Tensor
@@ -328,7 +327,6 @@ class Survey:
     - `query_mean`: upper bounds on ‖μ‖
     - `value_width`, `value_size`: at least the range of the values and the largest |v|
     - `is_finite`: whether all entries are finite
-    - `query_least`, `query_centred_least`: about the smallest ‖q‖ and ‖q−μ‖; no proof depends on them
     - `query_centre`, `key_centre`: μ and c, [N, d]
     - `values`: the smallest and largest entries of the value columns, two [N, e], or None if they were not computed
 
@@ -342,8 +340,6 @@ class Survey:
     value_width: list[float]
     value_size: list[float]
     is_finite: list[bool]
-    query_least: list[float]
-    query_centred_least: list[float]
     query_centre: Tensor
     key_centre: Tensor
     values: tuple[Tensor, Tensor] | None = None
@@ -365,12 +361,6 @@ class Survey:
             is_finite and math.isfinite(sum(own)) and (width == 0 or smallest < width < largest)
             for is_finite, width, *own in zip(self.is_finite, self.value_width, *norms, strict=True)
         ]
-
-    @property
-    def least_product(self) -> float:
-        """At most about the smallest of ‖q‖ max ‖k‖ over all rows, with or without centring."""
-        queries = map(min, self.query_least, self.query_centred_least)
-        return float(min(map(mul, queries, map(min, self.key, self.key_centred))))
 
     def select(self, heads: Sequence[int]) -> "Survey":
         """Return the survey of some heads."""
@@ -441,19 +431,41 @@ def survey(call: Call, tensors: Tensors) -> Survey:
     finite = torch.isfinite(width)
     if padding is not None:  # the bounds above ignore padding, but a NaN at padding would reach the output
         finite = finite & torch.isfinite(k).all(dim=(1, 2)) & torch.isfinite(tensors.v).all(dim=(1, 2))
-    query, query_centred = norm_up(q), norm_up(q - mu[:, None, None])
     found = Survey(call)
     found.query_centre, found.key_centre, found.values = mu, c, (low, high)
     (
         found.query, found.key, found.query_centred, found.key_centred, found.query_mean, found.value_width,
-        found.value_size, is_finite, found.query_least, found.query_centred_least,
+        found.value_size, is_finite,
     ) = torch.stack([
-        query.amax(dim=(1, 2)), norm_up(kept_k).amax(dim=1), query_centred.amax(dim=(1, 2)),
+        norm_up(q).amax(dim=(1, 2)), norm_up(kept_k).amax(dim=1), norm_up(q - mu[:, None, None]).amax(dim=(1, 2)),
         norm_up(centred_k).amax(dim=1), norm_up(mu), width, torch.maximum(low.abs(), high.abs()).amax(dim=-1),
-        finite.to(work), query.amin(dim=(1, 2)), query_centred.amin(dim=(1, 2)),
+        finite.to(work),
     ]).tolist()  # fmt: skip
     found.is_finite = [one == 1 for one in is_finite]
     return found
+
+
+def glance_factor(scale: float, bound: float) -> float:
+    """Return the factor of ‖q_i − q_j‖ ‖k_a − k_b‖ in `share_beyond`. It leaves 1 % for rounding."""
+    return abs(scale) / (4.04 * bound)
+
+
+def share_beyond(call: Call, tensors: Tensors, bound: float) -> float:
+    """Return a share of the rows of every head that are proved to have B_i > `bound`, for all centres at once.
+
+    Whatever the centre, one of two keys is at least half of their distance away from it, and one of two rows. So if
+    |s| ‖q_i − q_j‖ ‖k_a − k_b‖ > 4 · bound, then B_i or B_j is beyond the bound. Rows are compared in pairs, each once.
+    About 256 keys are read, and no values. NaN proves nothing.
+    """
+    q, k = tensors.q.flatten(1, 2), tensors.k[:, :: max(1, call.m // 256)].to(call.working)
+    distances = torch.linalg.vector_norm(k - k.flip(1), dim=-1)
+    if tensors.padding is not None:
+        padding = tensors.padding[:, :: max(1, call.m // 256)]
+        distances = distances.masked_fill(padding | padding.flip(1), 0)
+    half = q.shape[1] // 2
+    apart = torch.linalg.vector_norm(q[:, :half].to(k.dtype) - q[:, half : 2 * half].to(k.dtype), dim=-1)
+    beyond = apart * (distances.amax(dim=1, keepdim=True) * glance_factor(call.scale, bound)) > 1
+    return float(beyond.sum(dim=1).min()) / q.shape[1]
 
 
 def is_outside(call: Call, tensors: Tensors, bound: float) -> Tensor:

@@ -29,12 +29,40 @@ def transpose(x_ptr, out_ptr, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def survey(q_ptr, k_ptr, v_ptr, out_ptr, sizes, C: tl.constexpr):
-    """Raise 8 numbers per head, which start at 0, to the maxima over STEPS·T tokens of a head. NaN counts as ∞.
+def glance(q_ptr, k_ptr, out_ptr, sizes, factor, C: tl.constexpr):
+    """Compute the share of the rows of a program that have B_i beyond a bound: [programs, heads].
 
-    They are written to out [8, heads], and behind them the centres [2, heads, D]. The numbers are the largest ‖q‖²,
-    ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v|, then ‖μ‖², and the largest 1/‖q‖² and 1/‖q−μ‖², in which NaN does not count and
-    squares are put between 1e-36 and 1e36. A program reads either q, k or v. The centre is the mean of T evenly
+    Each program has an equal part of the rows, and compares row i of its first half with row i of its second half.
+    `factor` · ‖q_i − q_j‖² · max ‖k_a − k_b‖² > 1 proves it for one of the two: see `share_beyond` of bounds.py.
+    """
+    rows, m, heads = sizes
+    program, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    d, t = tl.arange(0, C.D)[None, :], tl.arange(0, C.T)
+    step = tl.maximum(m // (2 * C.T), 1)
+    a, k_at = (t * step)[:, None], k_ptr + head * m * C.D + d
+    b = a + C.T * step
+    first, second = tl.load(k_at + a * C.D, mask=b < m, other=0), tl.load(k_at + b * C.D, mask=b < m, other=0)
+    apart = first.to(tl.float32) - second.to(tl.float32)
+    widest = tl.max(tl.sum(apart * apart, 1), 0) * factor
+    begin, end = program * rows // tl.num_programs(0), (program + 1) * rows // tl.num_programs(0)
+    half = (end - begin) // 2
+    found = tl.full([C.T], 0.0, tl.float32)
+    for start in tl.range(0, half, C.T, num_stages=2):
+        here = (start + t < half)[:, None]
+        at = q_ptr + (head * rows + begin + start + t)[:, None] * C.D + d
+        x, y = tl.load(at, mask=here, other=0), tl.load(at + half * C.D, mask=here, other=0)
+        apart = x.to(tl.float32) - y.to(tl.float32)
+        found += tl.where(tl.sum(apart * apart, 1) * widest > 1, 1.0, 0.0)
+    share = tl.sum(found, 0) / tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(out_ptr + program * heads + head, share)
+
+
+@triton.jit
+def survey(q_ptr, k_ptr, v_ptr, out_ptr, sizes, C: tl.constexpr):
+    """Raise 6 numbers per head, which start at 0, to the maxima over STEPS·T tokens of a head. NaN counts as ∞.
+
+    They are written to out [6, heads], and behind them the centres [2, heads, D]. The numbers are the largest ‖q‖²,
+    ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v|, then ‖μ‖². A program reads either q, k or v. The centre is the mean of T evenly
     spaced tokens; any centre is valid.
     """
     rows, m, heads = sizes
@@ -56,29 +84,21 @@ def survey(q_ptr, k_ptr, v_ptr, out_ptr, sizes, C: tl.constexpr):
         sample = tl.load(x_at + r[:, None] * C.D + d[None, :], mask=r[:, None] < n, other=0)
         centre = tl.sum(sample.to(tl.float32), 0) / tl.minimum(n, C.T)
         if block == 0:
-            tl.store(out_ptr + 8 * heads + (which * heads + head) * C.D + d, centre)
-        least = tl.full([C.T], float("inf"), tl.float32)
-        centred_least = least
+            tl.store(out_ptr + 6 * heads + (which * heads + head) * C.D + d, centre)
         for step in tl.range(0, C.STEPS, num_stages=2):
             r = (block * C.STEPS + step) * C.T + t
             here = r < n
             x = tl.load(x_at + r[:, None] * C.D + d[None, :], mask=here[:, None], other=0).to(tl.float32)
             long = tl.sum(x * x, 1)
             plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
-            least = tl.minimum(least, tl.where(here, long, float("inf")))
             apart = x - centre[None, :]
             long = tl.where(here, tl.sum(apart * apart, 1), 0.0)
             centred = tl.maximum(centred, tl.where(long == long, long, float("inf")))
-            centred_least = tl.minimum(centred_least, tl.where(here, long, float("inf")))
         tl.atomic_max(to + which * heads, tl.max(plain, 0), sem="relaxed")
         tl.atomic_max(to + (2 + which) * heads, tl.max(centred, 0), sem="relaxed")
         if which == 0:
             size = tl.sum(centre * centre, 0)
             tl.atomic_max(to + 5 * heads, tl.where(size == size, size, float("inf")), sem="relaxed")
-            small = tl.minimum(tl.maximum(tl.min(least, 0), 1e-36), 1e36)
-            tl.atomic_max(to + 6 * heads, 1 / small, sem="relaxed")
-            small = tl.minimum(tl.maximum(tl.min(centred_least, 0), 1e-36), 1e36)
-            tl.atomic_max(to + 7 * heads, 1 / small, sem="relaxed")
 
 
 @triton.jit

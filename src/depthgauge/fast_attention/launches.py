@@ -280,10 +280,18 @@ def table(rows: Callable[..., Sequence[object]], device: torch.device, *sizes: i
 
 @lru_cache(maxsize=1024)
 def survey_launch(heads: int, rows: int, m: int, d: int, e: int, device: torch.device) -> Launch:
-    """Prepare `survey`. Tensors: q [N, rows, d], k [N, m, d], v [N, m, e], out [8·N + 2·N·d]."""
+    """Prepare `survey`. Tensors: q [N, rows, d], k [N, m, d], v [N, m, e], out [6·N + 2·N·d]."""
     steps = survey_steps(max(rows, m))
     grid = math.ceil(max(rows, m) / (BLOCK * steps)), heads, 3
     return Launch(kernels().survey, grid, (rows, m, heads), Config(d, e, STEPS=steps), num_warps=4)
+
+
+@lru_cache(maxsize=1024)
+def glance_launch(heads: int, rows: int, m: int, d: int, e: int, device: torch.device) -> tuple[Launch, int]:
+    """Prepare `glance`, with some 1,024 rows and more for a program, and the size of its result."""
+    programs = max(1, rows // (2 * BLOCK * survey_steps(rows)))
+    launch = Launch(kernels().glance, (programs, heads, 1), (rows, m, heads), Config(d, e), num_warps=4)
+    return launch, programs * heads
 
 
 class KernelPass(NamedTuple):

@@ -291,6 +291,7 @@ class PreparedCall:
         self._backends: dict[int, tuple[Backend, float, float]] = {}
         self._shared: dict[tuple[int, int], Batch | None] = {}
         self._left = self._length = 0
+        self._is_small = False
 
     def is_waiting(self) -> bool:
         """Return whether this call is exact without a survey, and count it."""
@@ -298,7 +299,8 @@ class PreparedCall:
         return self._left >= 0
 
     def record(self, is_refused: bool) -> None:
-        """Record a survey: exact attention was chosen for all heads (`is_refused`), or a polynomial for some."""
+        """Record a look: exact attention was chosen for all heads (`is_refused`), or a polynomial for some."""
+        self._is_small = not is_refused
         self._left = self._length = min(LONGEST_WAIT, max(1, 2 * self._length)) if is_refused else 0
 
     def backend(self, degree: int) -> Backend:
@@ -330,9 +332,15 @@ class PreparedCall:
         degrees = [degree for degree in range(HIGHEST_DEGREE + 1) if self.pays(degree)]
         return max((grid_bound(self.limit(g)) for g in degrees if self.limit(g) >= SMALLEST_INDEX), default=0.0)
 
-    def is_beyond(self, product: float) -> bool:
-        """Return whether scores of norms with this product are larger than any polynomial covers that pays."""
-        return self.call.force is None and self.scale * product > self.largest_bound
+    def is_refused(self, tensors: Tensors) -> bool:
+        """Return whether a first look at some numbers shows that a survey would end in exact attention for all heads.
+
+        Then the scores of too many rows are larger than any polynomial covers that pays. If the last survey found a
+        polynomial, the survey is made at once: what is decided is the same.
+        """
+        if self.call.force is not None or self._is_small:
+            return False
+        return self.backend(2).share_beyond(self.call, tensors.detach(), self.largest_bound) > MOST_EXACT_ROWS
 
     def limit(self, degree: int) -> int:
         """Return the largest grid index at which this degree meets the tolerance."""
@@ -403,25 +411,23 @@ class PreparedCall:
         launch = survey_launch(c.heads, c.groups * c.n, c.m, c.d, c.e, c.device)
         return launch, outward(c.d), (max(smallest, 2.0**-40), min(largest, 2.0**40))
 
-    def usual(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Survey | None:
-        """Return the output, or None if the call is exact, or the survey if `Decision` has to decide.
+    def usual(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Survey:
+        """Return the output, or the survey if `Decision` has to decide.
 
         q, k and v are contiguous and the keys of the call are all keys of k.
         """
         c = self.call
-        found = q.new_zeros(c.heads * (8 + 2 * c.d), dtype=torch.float32)
+        found = q.new_zeros(c.heads * (6 + 2 * c.d), dtype=torch.float32)
         self._survey[0]((q, k, v, found))
-        numbers = found[: 8 * c.heads].tolist()
+        numbers = found[: 6 * c.heads].tolist()
         at = self.indices(numbers)
-        if at is None:
-            return None
-        batch = self.shared(*at) if at else None
+        batch = None if at is None else self.shared(*at)
         if batch is None:
             return survey_of_numbers(c, found, numbers)
         return self.backend(batch.degree).compute(batch, q, k, v, needs_z=False)[0]
 
-    def indices(self, numbers: list[float]) -> tuple[int, int] | tuple[()] | None:
-        """Return the grid indices of `alike` for the numbers of `surveyed`, () if they are unusual, None if too large.
+    def indices(self, numbers: list[float]) -> tuple[int, int] | None:
+        """Return the grid indices of `alike` for the numbers of `surveyed`, or None if they are unusual.
 
         B is the largest of all heads, as in `Decision`. With a = √max ‖q‖² and b = √max ‖k‖² of a head, the outward
         rounded product satisfies (up a + lost)(up b + lost) ≤ up² a b + lost (up (max a + max b) + lost).
@@ -430,12 +436,10 @@ class PreparedCall:
         query, key, values = numbers[:h], numbers[h : 2 * h], numbers[4 * h : 5 * h]
         long_q, long_k, least_q, least_k = max(query), max(key), min(query), min(key)
         short_q, short_k = min(least_q, *numbers[2 * h : 3 * h]), min(least_k, *numbers[3 * h : 4 * h])  # centred
-        if self.is_beyond(math.sqrt(short_k / max(numbers[6 * h :]))):
-            return None
         is_inside = max(long_q, long_k) <= 2.0**40 and min(least_q, least_k) >= 2.0**-40  # as in `holds`
         is_inside = is_inside and smallest <= min(values) and max(values) <= largest
         if not (is_inside and 2.0**-20 <= self.scale <= 2.0**20 and math.isfinite(sum(numbers))):
-            return ()
+            return None
         longest = lost * (up * (math.sqrt(long_q) + math.sqrt(long_k)) + lost)
         bound = up * up * math.sqrt(max(map(mul, query, key))) + longest
         # With centring, no head may have scores for which a lower degree is enough.
@@ -750,14 +754,9 @@ def decide(call: Call, tensors: Tensors) -> Decision:
     return Decision(prepared, tensors, prepared.backend(2).survey(call, tensors))
 
 
-def decided(prepared: PreparedCall, tensors: Tensors, survey: Survey | None = None) -> Decision | None:
+def decided(prepared: PreparedCall, tensors: Tensors, survey: Survey) -> Decision | None:
     """Return a decision for flat tensors in which some head has a polynomial, or None if there is none."""
-    tensors = tensors.detach()
-    if survey is None:
-        survey = prepared.backend(2).survey(prepared.call, tensors)
-    if prepared.is_beyond(survey.least_product):
-        return None
-    decision = Decision(prepared, tensors, survey, is_explained=False)
+    decision = Decision(prepared, tensors.detach(), survey, is_explained=False)
     return decision if any(choice.degree >= 0 for choice in decision.choices) else None
 
 

@@ -37,6 +37,7 @@ from depthgauge.fast_attention.bounds import (
     is_outside,
     product_unit,
     rounding_share,
+    share_beyond,
     survey,
     unit,
 )
@@ -225,6 +226,10 @@ class Backend:
     def survey(self, call: Call, tensors: Tensors) -> Survey:
         """Return proved bounds on the norms of q, k and v."""
         return survey(call, tensors)
+
+    def share_beyond(self, call: Call, tensors: Tensors, bound: float) -> float:
+        """Return a share of the rows of every head that are proved to have B_i > `bound`, for all centres at once."""
+        return share_beyond(call, tensors, bound)
 
     def is_outside(self, call: Call, tensors: Tensors, bound: float) -> Tensor:
         """Return a bool tensor [] on the device: whether scores may exceed `bound`, or q, k or v is unusable."""

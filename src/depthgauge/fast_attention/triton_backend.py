@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from depthgauge.base.errors import InputError
-from depthgauge.fast_attention.bounds import LARGEST_LOG_RANGE, Minimax, Survey, survey, unit
+from depthgauge.fast_attention.bounds import LARGEST_LOG_RANGE, Minimax, Survey, glance_factor, survey, unit
 from depthgauge.fast_attention.call import GPU_TRITON, Call, Tensors, is_capturing
 from depthgauge.fast_attention.launches import (
     CAUSAL_BLOCK,
@@ -39,6 +39,7 @@ from depthgauge.fast_attention.launches import (
     ForwardLaunches,
     KernelPass,
     forward_launches,
+    glance_launch,
     gradient_launches,
     is_addressable,
     is_supported,
@@ -78,12 +79,22 @@ class TritonBackend(Backend):
         """Return proved bounds on the norms of q, k and v. The kernel does not support padding."""
         return kernel_survey(call, tensors) if tensors.padding is None else survey(call, tensors)
 
+    def share_beyond(self, call: Call, tensors: Tensors, bound: float) -> float:
+        """Return the share of `bounds.share_beyond`, computed by one kernel from any q and k that it can read."""
+        q, k, _, padding, _ = tensors
+        if padding is not None or not (q.is_contiguous() and k.is_contiguous()):
+            return super().share_beyond(call, tensors, bound)
+        launch, size = glance_launch(call.heads, call.groups * call.n, call.m, call.d, call.e, call.device)
+        factor, found = glance_factor(call.scale, bound), q.new_empty(size, dtype=torch.float32)
+        launch((q, k, found), (factor * factor,))
+        return float(min(found.tolist()))
+
     def is_outside(self, call: Call, tensors: Tensors, bound: float) -> Tensor:
         """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the range of `holds`.
 
         Nothing is copied to the host.
         """
-        query, key, _, _, values, *_ = surveyed(call, tensors)[: 8 * call.heads].view(8, -1).double().unbind()
+        query, key, _, _, values, _ = surveyed(call, tensors)[: 6 * call.heads].view(6, -1).double().unbind()
         up, lost = outward(call.d)
         scores = (up * query.sqrt() + lost) * (up * key.sqrt() + lost) * (abs(call.scale) * (1 + 2.0**-40))
         sizes = torch.stack((query, key, values))
@@ -171,13 +182,13 @@ def outward(d: int) -> tuple[float, float]:
 
 
 def surveyed(call: Call, tensors: Tensors) -> Tensor:
-    """Return on the device, in float32, eight numbers of every head, [8, N], and behind them the centres μ and c.
+    """Return on the device, in float32, six numbers of every head, [6, N], and behind them the centres μ and c.
 
-    The numbers are the largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| of a token, ‖μ‖², and the largest 1/‖q‖² and
-    1/‖q−μ‖². No number is NaN. The centres are [2, N, d].
+    The numbers are the largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| of a token, and ‖μ‖². No number is NaN. The centres
+    are [2, N, d].
     """
     q, k, v = tensors.q.contiguous(), tensors.k.contiguous(), tensors.v.contiguous()
-    out = q.new_zeros(call.heads * (8 + 2 * call.d), dtype=torch.float32)
+    out = q.new_zeros(call.heads * (6 + 2 * call.d), dtype=torch.float32)
     survey_launch(call.heads, call.groups * call.n, call.m, call.d, call.e, call.device)((q, k, v, out))
     return out
 
@@ -199,16 +210,15 @@ def kernel_survey(call: Call, tensors: Tensors) -> Survey:
 def survey_of_numbers(call: Call, on_device: Tensor, numbers: list[float] | None = None) -> Survey:
     """Return the survey with the numbers and centres of `surveyed`. `numbers` are on the host already, if given."""
     h, (up, lost) = call.heads, outward(call.d)
-    numbers = on_device[: 8 * h].tolist() if numbers is None else numbers
-    q0, k0, q1, k1, values, mean, *inverse = (numbers[at : at + h] for at in range(0, 8 * h, h))
+    numbers = on_device[: 6 * h].tolist() if numbers is None else numbers
+    q0, k0, q1, k1, values, mean = (numbers[at : at + h] for at in range(0, 6 * h, h))
     found = Survey(call)
     found.query, found.key, found.query_centred, found.key_centred, found.query_mean = (
         [math.sqrt(x) * up + lost for x in squares] for squares in (q0, k0, q1, k1, mean)
     )
-    found.query_least, found.query_centred_least = ([x**-0.5 for x in row] for row in inverse)
     found.value_width = found.value_size = values
     found.is_finite = [True] * h  # otherwise a norm or a width is infinite
-    found.query_centre, found.key_centre = on_device[8 * h :].view(2, h, -1).unbind()
+    found.query_centre, found.key_centre = on_device[6 * h :].view(2, h, -1).unbind()
     return found
 
 
