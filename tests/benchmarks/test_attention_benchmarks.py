@@ -162,12 +162,13 @@ def test_checks_find_planted_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_object_and_the_function_have_their_own_limits() -> None:
-    share, margin = dropin.limit("object", 8192)
+    share, margin = dropin.SHARE, dropin.MARGINS["object"]
     assert dropin.is_cheap(0.0349, 0.02, share, margin)
     assert not dropin.is_cheap(0.0351, 0.02, share, margin)
     assert dropin.is_cheap(1.0499, 1.0, share, margin)
     assert not dropin.is_cheap(1.0501, 1.0, share, margin)
-    assert [dropin.limit("function", n) for n in (4096, 8192, 16384)] == [(1.0, 0.02), (1.15, 0.02), (1.06, 0.02)]
+    assert dropin.is_cheap(0.0399, 0.02, share, dropin.MARGINS["function"])
+    assert not dropin.is_cheap(0.0401, 0.02, share, dropin.MARGINS["function"])
 
 
 def test_claims_of_speed() -> None:

@@ -286,8 +286,8 @@ def guarantee(p: Minimax, gradients: bool) -> float:
 
 
 @lru_cache(maxsize=1024)
-def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int | None:
-    """Return the largest grid index at which a polynomial of this degree meets the tolerance, or None."""
+def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int:
+    """Return the largest grid index at which this degree meets the tolerance, or SMALLEST_INDEX − 1 if there is none."""
 
     def is_met(index: int) -> bool:
         try:
@@ -298,7 +298,7 @@ def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int |
 
     low, high = SMALLEST_INDEX, LARGEST_INDEX
     if not is_met(low):
-        return None
+        return low - 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if is_met(middle) else (low, middle)
@@ -476,13 +476,8 @@ def is_outside(call: Call, tensors: Tensors, bound: float) -> Tensor:
     low, high = value_extremes(tensors)
     width = (high - low).amax(dim=-1)
     is_inside = query * key * (abs(call.scale) * (1 + 2.0**-40)) <= bound
-    return ~(is_inside & _is_summable(call, width)).all()
-
-
-def _is_summable(call: Call, width: Tensor) -> Tensor:
-    """Return whether sums of values with this range neither overflow nor vanish, as in `Survey`."""
-    smallest, largest = value_range(call)
-    return (width == 0) | ((width > smallest) & (width < largest))
+    smallest, largest = value_range(call)  # sums of the values neither overflow nor vanish, as in `Survey`
+    return ~(is_inside & ((width == 0) | ((width > smallest) & (width < largest)))).all()
 
 
 def value_range(call: Call) -> tuple[float, float]:

@@ -52,7 +52,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, named: Mapping[st
     if mask is not None:
         mask = _cast(mask, q.dtype)
         mask = mask if is_paired(mask) else paired(mask, q.dtype)
-    if "enable_gqa" in named and not _shares_keys(q, v, mask):
+    # Only then a fast kernel lets query heads share keys. Otherwise torch would compute all scores at once.
+    if "enable_gqa" in named and not (mask is None and q.shape[-1] == v.shape[-1] <= 256):
         groups = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3)
         named = {name: value for name, value in named.items() if name != "enable_gqa"}
@@ -70,11 +71,6 @@ def have_addresses(*tensors: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _shares_keys(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fast kernel can let query heads share keys. Otherwise torch would compute all scores at once."""
-    return mask is None and q.shape[-1] == v.shape[-1] <= 256
 
 
 def readable_all(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

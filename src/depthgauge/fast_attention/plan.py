@@ -46,9 +46,8 @@ from depthgauge.fast_attention.call import (
     Tensors,
     feature_count,
 )
-from depthgauge.fast_attention.launches import Launch, survey_launch
 from depthgauge.fast_attention.polynomial_path import Backend, Batch, TorchBackend, second_moments
-from depthgauge.fast_attention.triton_backend import TritonBackend, outward, survey_of_numbers
+from depthgauge.fast_attention.triton_backend import TritonBackend, outward, survey_of_numbers, surveyed
 
 MOST_FEATURES = 2**17
 LARGEST_TOLERANCE = 0.5
@@ -105,18 +104,18 @@ class HeadPlan:
     index: tuple[int, ...]
     path: str
     why: str
-    bound_before: float
-    bound_after: float
-    centring: str
-    degree: int | None
-    features: int
-    exact_rows: int
-    cost_exact: float
-    cost_polynomial: float
-    guarantee: float
-    rounding: float
-    gradient: float | None
-    backend: str
+    bound_before: float = math.nan
+    bound_after: float = math.nan
+    centring: str = "none"
+    degree: int | None = None
+    features: int = 0
+    exact_rows: int = 0
+    cost_exact: float = math.nan
+    cost_polynomial: float = math.nan
+    guarantee: float = 0.0
+    rounding: float = 0.0
+    gradient: float | None = None
+    backend: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -221,14 +220,7 @@ def shapes_of(given: Tensors) -> tuple[tuple[int, ...], ...]:
 
 def exact_plan(call: Call, given: Tensors, why: str) -> AttentionPlan:
     """Return the plan of a call that only the exact path supports, so that nothing has to be bounded."""
-    heads = tuple(
-        HeadPlan(
-            index=tuple(at), path="exact", why=why, bound_before=math.nan, bound_after=math.nan, centring="none",
-            degree=None, features=0, exact_rows=0, cost_exact=math.nan, cost_polynomial=math.nan, guarantee=0.0,
-            rounding=0.0, gradient=None, backend="torch",
-        )
-        for at in every(*map(range, given.k.shape[:-2]))
-    )  # fmt: skip
+    heads = tuple(HeadPlan(at, "exact", why) for at in every(*map(range, given.k.shape[:-2])))
     return AttentionPlan(call, shapes_of(given), heads, (), why)
 
 
@@ -264,15 +256,6 @@ class Choice:
     def refused(self, why: Callable[[], str]) -> "Choice":
         """Return exact attention in place of this choice."""
         return Choice(-1, self.centring, self.bound, self.exact_rows, self.cost, why)
-
-
-@lru_cache(maxsize=1024)
-def limit(degree: int, dim: int, tolerance: float, gradients: bool) -> int:
-    """Return the largest grid index at which this degree meets the tolerance, or SMALLEST_INDEX − 1 if none does."""
-    if feature_count(dim, degree) > MOST_FEATURES:
-        return SMALLEST_INDEX - 1
-    index = limit_index(degree, tolerance, gradients)
-    return SMALLEST_INDEX - 1 if index is None else index
 
 
 class PreparedCall:
@@ -343,8 +326,10 @@ class PreparedCall:
         return self.backend(2).share_beyond(self.call, tensors.detach(), self.largest_bound) > MOST_EXACT_ROWS
 
     def limit(self, degree: int) -> int:
-        """Return the largest grid index at which this degree meets the tolerance."""
-        return limit(degree, self.call.d, self.tolerance, self.call.gradients)
+        """Return the largest grid index at which this degree meets the tolerance, or one below all others."""
+        if feature_count(self.call.d, degree) > MOST_FEATURES:
+            return SMALLEST_INDEX - 1
+        return limit_index(degree, self.tolerance, self.call.gradients)
 
     def least_degree(self, index: int) -> int | None:
         """Return the lowest degree that meets the tolerance for scores up to 2^(index/GRID), or None."""
@@ -404,26 +389,17 @@ class PreparedCall:
         backend = self.backend(2)
         return backend if isinstance(backend, TritonBackend) and backend.is_capturable(self.call) else None
 
-    @cached_property
-    def _survey(self) -> tuple[Launch, tuple[float, float], tuple[float, float]]:
-        """The launch of the survey, `outward`, and the smallest and largest Σ|v| of a token."""
-        c, (smallest, largest) = self.call, value_range(self.call)
-        launch = survey_launch(c.heads, c.groups * c.n, c.m, c.d, c.e, c.device)
-        return launch, outward(c.d), (max(smallest, 2.0**-40), min(largest, 2.0**40))
-
     def usual(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Survey:
         """Return the output, or the survey if `Decision` has to decide.
 
         q, k and v are contiguous and the keys of the call are all keys of k.
         """
-        c = self.call
-        found = q.new_zeros(c.heads * (6 + 2 * c.d), dtype=torch.float32)
-        self._survey[0]((q, k, v, found))
-        numbers = found[: 6 * c.heads].tolist()
+        found = surveyed(self.call, Tensors(q, k, v))
+        numbers = found[: 6 * self.call.heads].tolist()
         at = self.indices(numbers)
         batch = None if at is None else self.shared(*at)
         if batch is None:
-            return survey_of_numbers(c, found, numbers)
+            return survey_of_numbers(self.call, found, numbers)
         return self.backend(batch.degree).compute(batch, q, k, v, needs_z=False)[0]
 
     def indices(self, numbers: list[float]) -> tuple[int, int] | None:
@@ -432,12 +408,12 @@ class PreparedCall:
         B is the largest of all heads, as in `Decision`. With a = √max ‖q‖² and b = √max ‖k‖² of a head, the outward
         rounded product satisfies (up a + lost)(up b + lost) ≤ up² a b + lost (up (max a + max b) + lost).
         """
-        h, (_, (up, lost), (smallest, largest)) = self.call.heads, self._survey
+        h, (up, lost), (smallest, largest) = self.call.heads, outward(self.call.d), value_range(self.call)
         query, key, values = numbers[:h], numbers[h : 2 * h], numbers[4 * h : 5 * h]
         long_q, long_k, least_q, least_k = max(query), max(key), min(query), min(key)
         short_q, short_k = min(least_q, *numbers[2 * h : 3 * h]), min(least_k, *numbers[3 * h : 4 * h])  # centred
         is_inside = max(long_q, long_k) <= 2.0**40 and min(least_q, least_k) >= 2.0**-40  # as in `holds`
-        is_inside = is_inside and smallest <= min(values) and max(values) <= largest
+        is_inside = is_inside and max(smallest, 2.0**-40) <= min(values) and max(values) <= min(largest, 2.0**40)
         if not (is_inside and 2.0**-20 <= self.scale <= 2.0**20 and math.isfinite(sum(numbers))):
             return None
         longest = lost * (up * (math.sqrt(long_q) + math.sqrt(long_k)) + lost)
@@ -472,8 +448,7 @@ class Decision:
 
     def __init__(self, prepared: PreparedCall, tensors: Tensors, survey: Survey, is_explained: bool = True) -> None:
         self.prepared, self.call, self.tensors, self.survey = prepared, prepared.call, tensors, survey
-        self.is_explained = is_explained or self.call.force == "polynomial"
-        self._row_norms: Tensor | None = None
+        self.is_explained, self.backend = is_explained or self.call.force == "polynomial", prepared.backend
         self._beyond: dict[int, dict[int, list[int]]] = {}
 
     @cached_property
@@ -514,10 +489,6 @@ class Decision:
             score_bound(scale, s.query[head], keys) * grown,
             score_bound(scale, s.query_centred[head], keys) * grown,
         )
-
-    def backend(self, degree: int) -> Backend:
-        """Return the backend that computes this degree."""
-        return self.prepared.backend(degree)
 
     def _choose(self, head: int) -> Choice:
         if not self.survey.is_usable[head]:
@@ -581,12 +552,10 @@ class Decision:
             )
         return Choice(-1, 0, bound, 0, math.inf, why)
 
+    @cached_property
     def row_norms(self) -> Tensor:
-        """Return an upper bound on ‖q_i − μ‖ for every row: [N, G, n]."""
-        if self._row_norms is None:
-            work = self.call.working
-            self._row_norms = norm_up(self.tensors.q.to(work) - self.survey.query_centre[:, None, None])
-        return self._row_norms
+        """An upper bound on ‖q_i − μ‖ for every row: [N, G, n]."""
+        return norm_up(self.tensors.q.to(self.call.working) - self.survey.query_centre[:, None, None])
 
     def _row_factor(self, head: int, centring: int) -> float:
         """Return the factor with which the norm of a query becomes B_i."""
@@ -596,7 +565,7 @@ class Decision:
 
     def row_bounds(self, head: int, centring: int) -> Tensor:
         """Return B_i for every row of a head: [G, n]."""
-        norms = self.row_norms()[head] if centring == 2 else norm_up(self.tensors.q[head].to(self.call.working))
+        norms = self.row_norms[head] if centring == 2 else norm_up(self.tensors.q[head].to(self.call.working))
         return norms * self._row_factor(head, centring)
 
     def _rows_beyond(self, centring: int) -> dict[int, list[int]]:
@@ -610,7 +579,7 @@ class Decision:
             known = {degree: index for degree, index in limits.items() if index >= SMALLEST_INDEX}
             if not known:
                 return {}
-            norms = self.row_norms() if centring == 2 else norm_up(self.tensors.q.to(self.call.working))
+            norms = self.row_norms if centring == 2 else norm_up(self.tensors.q.to(self.call.working))
             factors = [self._row_factor(head, centring) for head in range(self.call.heads)]
             rows = norms * norms.new_tensor(factors)[:, None, None]
             counts = [(~(rows <= grid_bound(index))).sum(dim=(1, 2)) for index in known.values()]
@@ -619,16 +588,15 @@ class Decision:
 
     def _with_exact_rows(self, head: int, centring: int, below: int) -> list[Choice]:
         """Return choices of lower degrees, in which the rows with B_i beyond the limit are computed exactly."""
-        rows = self.call.groups * self.call.n
-        choices = []
-        for degree, counts in self._rows_beyond(centring).items():
-            beyond = counts[head]
-            if degree < below and 0 < beyond <= MOST_EXACT_ROWS * rows:
-                choices.append(self._beside_exact_rows(degree, centring, beyond, rows))
-        return choices
+        most = MOST_EXACT_ROWS * self.call.groups * self.call.n
+        return [
+            self._beside_exact_rows(degree, centring, counts[head])
+            for degree, counts in self._rows_beyond(centring).items()
+            if degree < below and 0 < counts[head] <= most
+        ]
 
-    def _beside_exact_rows(self, degree: int, centring: int, beyond: int, rows: int) -> Choice:
-        index, rates = self.prepared.limit(degree), self.backend(degree).rates
+    def _beside_exact_rows(self, degree: int, centring: int, beyond: int) -> Choice:
+        index, rates, rows = self.prepared.limit(degree), self.backend(degree).rates, self.call.groups * self.call.n
         bound, cost = grid_bound(index), self.call.polynomial_cost(degree, beyond, rates)
 
         def why() -> str:

@@ -339,6 +339,7 @@ def _blocks(dim: int, degree: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple(blocks)
 
 
+@lru_cache(maxsize=64)
 def multinomials(dim: int, degree: int) -> tuple[Tensor, Tensor]:
     """Return the multinomial coefficient (float64) and the degree of every feature: two [F]."""
     values, degrees = [], []
@@ -467,16 +468,12 @@ class Prepared:
 
 
 class TorchBackend(Backend):
-    """Polynomial attention of any degree in plain torch.
-
-    The backend keeps the multinomial coefficients of the features it has used.
-    """
+    """Polynomial attention of any degree in plain torch."""
 
     name = "torch"
 
     def __init__(self, rates: Rates, causal_chunk: int = CAUSAL_CHUNK) -> None:
         self.rates, self.causal_chunk = rates, causal_chunk
-        self._multinomials: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def rounding(self, call: Call, p: Minimax, bound: float, centring: int, spread: float) -> float:
         """Return the most that rounding can add to an output entry, as a fraction of range(v)."""
@@ -529,7 +526,7 @@ class TorchBackend(Backend):
         torch.sub(values, batch.middle[at, None], out=vp[..., :-1])
         if batch.padding is not None:
             vp[..., :-1].masked_fill_(batch.padding[at, ..., None], 0)
-        counts, degrees = self._features_of(q.shape[-1], batch.degree)
+        counts, degrees = multinomials(q.shape[-1], batch.degree)
         own = torch.tensor(batch.coefficients[at], dtype=torch.float64)
         return Prepared(
             q=qt.flatten(1, 2).transpose(1, 2).contiguous(),
@@ -541,12 +538,6 @@ class TorchBackend(Backend):
             features=Featurizer(batch.degree),
             chunk=self.causal_chunk,
         )
-
-    def _features_of(self, dim: int, degree: int) -> tuple[Tensor, Tensor]:
-        key = dim, degree
-        if key not in self._multinomials:
-            self._multinomials[key] = multinomials(dim, degree)
-        return self._multinomials[key]
 
 
 def _head_groups(batch: Batch, q: Tensor) -> Iterator[slice]:

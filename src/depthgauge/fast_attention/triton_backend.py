@@ -36,7 +36,6 @@ from depthgauge.fast_attention.call import GPU_TRITON, Call, Tensors, is_capturi
 from depthgauge.fast_attention.launches import (
     CAUSAL_BLOCK,
     LONGEST_SPLIT,
-    ForwardLaunches,
     KernelPass,
     forward_launches,
     glance_launch,
@@ -104,15 +103,112 @@ class TritonBackend(Backend):
     def forward(
         self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, needs_z: bool = True
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """Return out, Z if needed, and the tensors for `backward`.
+        """Return out, Z if needed, and the tensors for `backward`: out, Z′ and the two parts of the states of keys.
 
-        If the kernels read the tensors of the caller, these may have any shape with the same order of entries.
+        If the kernels read the tensors of the caller, these may have any shape with the same order of entries. The keys
+        are transposed to x, and the weighted keys to y [N, d, padded]. Tensors are dropped before later ones are
+        allocated.
         """
-        return forward(self.sizes(batch, needs_z), batch, q, k, v)
+        s, c = self.sizes(batch, needs_z), batch.call
+        p = forward_launches(s)
+        q, k, w, scale = kernel_inputs(s, batch, q, k)
+        v = (v.to(c.working) - batch.middle[:, None]).to(v.dtype).contiguous() if s.is_shifted else v.contiguous()
+        own, shared = kernel_coefficients(s, batch, scale)
+        x = y = q.new_empty(p.transposed_shape)
+        p.transpose((k, x))
+        if w is not None:
+            y = torch.empty_like(x)
+            p.transpose(((k.float() * w[..., None]).to(k.dtype), y))
+        second = None if p.second_moments is None else p.second_moments(x, y, v)  # first, because it takes longest
+        first, weight = q.new_empty(p.first_shape, dtype=torch.float32), v if w is None else w
+        p.first_moments((x, y, v, weight, first))
+        big, small = q.new_empty(p.big_shape), q.new_empty(p.small_shape, dtype=torch.float32)
+        second = first if second is None else second
+        p.finish((second, first, small if own is None else own, p.slots, big, small), shared)
+        del y, first, second
+        out = q.new_empty(*q.shape[:-1], c.e, dtype=torch.float32 if s.is_shifted else c.dtype)
+        z = q.new_empty(q.shape[:-1], dtype=torch.float32) if needs_z else out
+        p.evaluate((q, big, small, x, v, weight, p.slots, out, z), (scale * LOG2_E,))
+        if s.is_shifted:
+            out = (out + batch.middle[:, None, None]).to(c.dtype)
+        return (out, z, (out, z, big, small)) if needs_z else (out, None, ())
 
     def backward(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, saved: Saved, grad: Tensor) -> Gradients:
-        """Return the gradients of q, k and v."""
-        return backward(self.sizes(batch, True), batch, q, k, v, saved, grad)
+        """Return the gradients of q, k and v from `grad`, the gradient of out.
+
+        Tensors are dropped before later ones are allocated. Where a kernel ignores a tensor, it gets Z′.
+        """
+        s = self.sizes(batch, True)
+        p, c = gradient_launches(s), s.call
+        out, z, key_big, key_small = (x.contiguous() for x in saved)  # hooks of autograd may have moved them
+        q, k, w, scale = kernel_inputs(s, batch, q, k)
+        v = v.contiguous()
+        if batch.exact_rows is not None:
+            grad = grad.masked_fill(batch.exact_rows[..., None], 0)
+        grad, size = normalised(grad.contiguous())
+        shift = batch.middle.float().contiguous() if s.is_shifted else key_small
+        # If q and k are those of the caller, the only factor is 1 / weight in the small state.
+        query_factor, key_factor, value_factor = (
+            (key_small,) * 3 if s.is_plain else head_factors(batch, key_small, size)
+        )
+        own, shared = kernel_coefficients(s, batch, scale)
+        exponents = scale * LOG2_E, scale
+
+        def wide(shape: tuple[int, ...], is_needed: bool = True) -> Tensor:
+            return q.new_empty(shape, dtype=torch.float32) if is_needed else z
+
+        # The sums over queries, and the states that keys read.
+        values, level, first = torch.empty_like(v), wide((p.row_heads, p.n)), wide(p.first_shape)
+        floor, after = wide(p.floor_shape, p.is_causal), wide((c.heads, p.states), p.is_causal)
+        queries = z if p.second_moments is None else q.new_empty(p.transposed_shape)
+        dn = q.new_empty(p.row_heads, p.n, c.e)
+        p.prepare((q, v, shift, queries, values))
+        p.moments((q, grad, out, z, shift, floor, dn, level, first))
+        second = z if p.second_moments is None else p.second_moments(queries, queries, dn)
+        del queries, dn
+        big, small = q.new_empty(p.big_shape), wide(p.small_shape)
+        p.finish((second, first, small if own is None else own, floor, p.slots, big, small, after), shared)
+        del first, second
+
+        # The rows ∂q, from the states of keys and the exact blocks.
+        turned = q.new_empty(p.turned_shape) if s.degree > 1 else z
+        exact = wide((p.row_heads, p.n, c.d), p.is_causal)
+        weight = z if w is None else w
+        if p.is_causal:
+            p.exact_queries((q, grad, level, k, values, weight, key_small, exact), exponents)
+        dq = torch.empty_like(q)
+        for part in p.queries:
+            if part.turn is not None:
+                part.turn((key_big[part.first_state :], p.pairs, turned))
+            states = turned, key_big, key_small
+            part.rows((q, grad, *states, level, exact, z, query_factor, p.turned_slots, dq), (part.first_state,))
+        del exact
+
+        # The rows ∂v, ∂k and, if the weights depend on the keys, w ∂w, from the states of queries and the exact blocks.
+        exact_k, exact_v = (
+            wide((c.heads, c.m, c.d), p.is_causal),
+            wide((c.heads, c.m, c.e), p.is_causal),
+        )
+        dw = wide((c.heads, c.m), s.is_weighted)
+        if p.is_causal:
+            p.exact_keys((q, grad, level, z, k, values, floor, after, exact_k, exact_v, dw), exponents)
+        dtype = torch.float32 if s.is_weighted else c.dtype
+        dv = torch.empty_like(v, dtype=dtype)
+        by_rows = 1.0 if p.is_causal else float(p.n)  # sums over queries are divided by after, or by the number of rows
+        p.values((k, big, small, exact_v, weight, value_factor, after, p.slots, dv, dw), (by_rows,))
+        del exact_v
+        dk = torch.empty_like(k, dtype=dtype)
+        for part in p.keys:
+            if part.turn is not None:
+                part.turn((big[part.first_state :], p.pairs, turned))
+            given = k, values, turned, big, small, exact_k, weight, key_factor, after, p.turned_slots, dk
+            part.rows(given, (part.first_state, by_rows))
+        if s.is_weighted:  # through w_j = exp(s μ·(k_j − c))
+            through = (dv * values).sum(-1) + dw
+            dk = dk + batch.call.scale * through[..., None] * batch.query_centre[:, None]
+        if batch.padding is not None:
+            dk = dk.masked_fill(batch.padding[..., None], 0)
+        return dq, dk.to(c.dtype), dv.to(c.dtype)
 
     def holds(self, scale: float, query: float, key: float, value: float) -> bool:
         """Return whether s² k k v and q q, which the kernels compute, stay far inside the range of float32.
@@ -253,46 +349,6 @@ def kernel_coefficients(s: KernelPass, batch: Batch, scale: float) -> tuple[Tens
     return pinned.to(s.call.device, non_blocking=True), own[0]
 
 
-def forward(s: KernelPass, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
-    """Return out [N, G, n, e] in the dtype of q, Z [N, G, n] if needed, and the tensors for the backward pass."""
-    q, k, w, scale = kernel_inputs(s, batch, q, k)
-    if s.is_shifted:
-        v = (v.to(batch.call.working) - batch.middle[:, None]).to(v.dtype)
-    own, shared = kernel_coefficients(s, batch, scale)
-    out, z, big, small = launched(forward_launches(s), scale, q, k, v.contiguous(), w, own, shared)
-    if s.is_shifted:
-        out = (out + batch.middle[:, None, None]).to(s.call.dtype)
-    return (out, z, (out, z, big, small)) if s.needs_z else (out, None, ())
-
-
-def launched(
-    p: ForwardLaunches, scale: float, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, own: Tensor | None,
-    shared: tuple[float, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch a forward pass and return out [..., n, e], Z [..., n] and the two parts of the states, see `KernelPass`.
-
-    The keys are transposed to x, and the weighted keys to y [N, d, padded]. `own` are the coefficients [N, 3] of every
-    head, or None if all have the `shared` ones. Tensors are dropped before later ones are allocated.
-    """
-    s, c = p.sizes, p.sizes.call
-    x = y = q.new_empty(p.transposed_shape)
-    p.transpose((k, x))
-    if w is not None:
-        y = torch.empty_like(x)
-        p.transpose(((k.float() * w[..., None]).to(k.dtype), y))
-    second = None if p.second_moments is None else p.second_moments(x, y, v)  # first, because it takes longest
-    first, weight = q.new_empty(p.first_shape, dtype=torch.float32), v if w is None else w
-    p.first_moments((x, y, v, weight, first))
-    big, small = q.new_empty(p.big_shape), q.new_empty(p.small_shape, dtype=torch.float32)
-    second = first if second is None else second
-    p.finish((second, first, small if own is None else own, p.slots, big, small), shared)
-    del y, first, second
-    out = q.new_empty(*q.shape[:-1], c.e, dtype=torch.float32 if s.is_shifted else c.dtype)
-    z = q.new_empty(q.shape[:-1], dtype=torch.float32) if s.needs_z else out
-    p.evaluate((q, big, small, x, v, weight, p.slots, out, z), (scale * LOG2_E,))
-    return out, z, big, small
-
-
 def normalised(grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return ∂out [N, G, n, e] times a power of two, and the inverse factor [N]. Only float16 needs a factor."""
     if grad.dtype != torch.float16:
@@ -309,81 +365,3 @@ def head_factors(batch: Batch, small: Tensor, size: Tensor | None) -> tuple[Tens
     if size is not None:
         query, share = query * size, share * size
     return query, share * key, share
-
-
-def backward(
-    s: KernelPass, batch: Batch, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from `grad`, the gradient of out.
-
-    `saved` are out, Z′ and the two parts of the states of keys from the forward pass. Tensors are dropped before later
-    ones are allocated. Where a kernel ignores a tensor, it gets Z′.
-    """
-    p, c = gradient_launches(s), s.call
-    out, z, key_big, key_small = (x.contiguous() for x in saved)  # hooks of autograd may have moved them
-    q, k, w, scale = kernel_inputs(s, batch, q, k)
-    v = v.contiguous()
-    if batch.exact_rows is not None:
-        grad = grad.masked_fill(batch.exact_rows[..., None], 0)
-    grad, size = normalised(grad.contiguous())
-    shift = batch.middle.float().contiguous() if s.is_shifted else key_small
-    # If q and k are those of the caller, the only factor is 1 / weight in the small state.
-    query_factor, key_factor, value_factor = (key_small,) * 3 if s.is_plain else head_factors(batch, key_small, size)
-    own, shared = kernel_coefficients(s, batch, scale)
-    exponents = scale * LOG2_E, scale
-
-    def wide(shape: tuple[int, ...], is_needed: bool = True) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float32) if is_needed else z
-
-    # The sums over queries, and the states that keys read.
-    values, level, first = torch.empty_like(v), wide((p.row_heads, p.n)), wide(p.first_shape)
-    floor, after = wide(p.floor_shape, p.is_causal), wide((c.heads, p.states), p.is_causal)
-    queries = z if p.second_moments is None else q.new_empty(p.transposed_shape)
-    dn = q.new_empty(p.row_heads, p.n, c.e)
-    p.prepare((q, v, shift, queries, values))
-    p.moments((q, grad, out, z, shift, floor, dn, level, first))
-    second = z if p.second_moments is None else p.second_moments(queries, queries, dn)
-    del queries, dn
-    big, small = q.new_empty(p.big_shape), wide(p.small_shape)
-    p.finish((second, first, small if own is None else own, floor, p.slots, big, small, after), shared)
-    del first, second
-
-    # The rows ∂q, from the states of keys and the exact blocks.
-    turned = q.new_empty(p.turned_shape) if s.degree > 1 else z
-    exact = wide((p.row_heads, p.n, c.d), p.is_causal)
-    weight = z if w is None else w
-    if p.is_causal:
-        p.exact_queries((q, grad, level, k, values, weight, key_small, exact), exponents)
-    dq = torch.empty_like(q)
-    for part in p.queries:
-        if part.turn is not None:
-            part.turn((key_big[part.first_state :], p.pairs, turned))
-        states = turned, key_big, key_small
-        part.rows((q, grad, *states, level, exact, z, query_factor, p.turned_slots, dq), (part.first_state,))
-    del exact
-
-    # The rows ∂v, ∂k and, if the weights depend on the keys, w ∂w, from the states of queries and the exact blocks.
-    exact_k, exact_v = (
-        wide((c.heads, c.m, c.d), p.is_causal),
-        wide((c.heads, c.m, c.e), p.is_causal),
-    )
-    dw = wide((c.heads, c.m), s.is_weighted)
-    if p.is_causal:
-        p.exact_keys((q, grad, level, z, k, values, floor, after, exact_k, exact_v, dw), exponents)
-    dtype = torch.float32 if s.is_weighted else c.dtype
-    dv = torch.empty_like(v, dtype=dtype)
-    by_rows = 1.0 if p.is_causal else float(p.n)  # sums over queries are divided by after, or by the number of rows
-    p.values((k, big, small, exact_v, weight, value_factor, after, p.slots, dv, dw), (by_rows,))
-    del exact_v
-    dk = torch.empty_like(k, dtype=dtype)
-    for part in p.keys:
-        if part.turn is not None:
-            part.turn((big[part.first_state :], p.pairs, turned))
-        given = k, values, turned, big, small, exact_k, weight, key_factor, after, p.turned_slots, dk
-        part.rows(given, (part.first_state, by_rows))
-    if s.is_weighted:  # through w_j = exp(s μ·(k_j − c))
-        through = (dv * values).sum(-1) + dw
-        dk = dk + batch.call.scale * through[..., None] * batch.query_centre[:, None]
-    if batch.padding is not None:
-        dk = dk.masked_fill(batch.padding[..., None], 0)
-    return dq, dk.to(c.dtype), dv.to(c.dtype)
