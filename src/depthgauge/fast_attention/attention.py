@@ -18,7 +18,6 @@ from depthgauge.fast_attention.call import (
     call_of,
     is_autocast,
     is_capturing,
-    is_dual,
     is_watched,
     with_tokens,
     without_autocast,
@@ -255,10 +254,9 @@ def polynomial(call: Call, given: Tensors, return_bound: bool, calls: dict[Call,
     # Where no polynomial pays, numbers need not be read; in the capture of a CUDA graph they cannot be read.
     if call.force is None and (not prepared.is_examined or is_capturing(q) or (calls and prepared.is_waiting())):
         return None
-    is_usual = not return_bound and _is_usual(call, given)
-    if not is_usual and exact.why_exact(call, given) is not None:
+    if exact.why_exact(call, given) is not None:
         return None
-    is_usual = is_usual and prepared.kernels is not None
+    is_usual = not return_bound and prepared.kernels is not None and _is_usual(call, given)
     with on_device(q):
         flat = given if is_usual else given.flat(call)
         if prepared.is_refused(flat):
@@ -293,14 +291,11 @@ def _prepared(call: Call, calls: dict[Call, PreparedCall] | None) -> PreparedCal
 
 def _is_usual(call: Call, given: Tensors) -> bool:
     """Return whether q, k and v are contiguous on a GPU, all keys count, and no mode of torch needs another path."""
-    q, k, v, padding, mask = given
-    if not q.is_cuda or mask is not None or padding is not None or k.shape[-2] != call.m:
+    q, k, v, padding, _ = given
+    if not q.is_cuda or padding is not None or k.shape[-2] != call.m:
         return False
-    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or is_dual(q, k, v) or is_watched(q, k, v):
-        return False
-    if "dropout_p" in dict(call.named) or not (q.numel() and k.numel() and v.numel()):
-        return False
-    return exact.have_addresses(q, k, v) and not torch.cuda.is_current_stream_capturing()
+    is_laid_out = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    return is_laid_out and not is_watched(q, k, v) and not torch.cuda.is_current_stream_capturing()
 
 
 def on_device(tensor: object) -> AbstractContextManager[object]:

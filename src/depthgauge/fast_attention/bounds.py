@@ -287,7 +287,7 @@ def guarantee(p: Minimax, gradients: bool) -> float:
 
 @lru_cache(maxsize=1024)
 def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int:
-    """Return the largest grid index at which this degree meets the tolerance, or SMALLEST_INDEX − 1 if there is none."""
+    """Return the largest grid index at which this degree meets the tolerance, or SMALLEST_INDEX − 1 if none does."""
 
     def is_met(index: int) -> bool:
         try:

@@ -81,13 +81,6 @@ def backend_for(call: Call, degree: int) -> Backend:
     return TRITON if TRITON.supports(call, degree) and has_triton() else TORCH_GPU
 
 
-def notes(device: torch.device) -> tuple[str, ...]:
-    """Return remarks for the user about the choice of backend."""
-    if device.type == "cuda" and not has_triton():
-        return ("triton is not installed (extra gpu): the torch backend is used on the GPU",)
-    return ()
-
-
 # --- what a user sees -------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +316,7 @@ class PreparedCall:
         """
         if self.call.force is not None or self._is_small:
             return False
-        return self.backend(2).share_beyond(self.call, tensors.detach(), self.largest_bound) > MOST_EXACT_ROWS
+        return self.backend(2).share_beyond(self.call, tensors, self.largest_bound) > MOST_EXACT_ROWS
 
     def limit(self, degree: int) -> int:
         """Return the largest grid index at which this degree meets the tolerance, or one below all others."""
@@ -458,9 +451,10 @@ class Decision:
 
     @cached_property
     def alike(self) -> list[Choice] | None:
-        """The choices if centring cannot lower the degree of any head, which is cheap to check; else None."""
+        """On a GPU, where one polynomial needs no table: the choices if centring cannot lower any degree; else None."""
         s, scale, prepared = self.survey, self.call.scale, self.prepared
-        if not all(s.is_usable):
+        is_wanted = self.call.device.type == "cuda" or self.backend(2).is_capturable(self.call)
+        if not (is_wanted and all(s.is_usable)):
             return None
         lowest = min(map(mul, map(min, s.query, s.query_centred), map(min, s.key, s.key_centred)))
         largest = score_bound(scale, max(map(mul, s.query, s.key)), 1.0)
@@ -468,12 +462,7 @@ class Decision:
         if shared is None:
             return None
         heads = range(self.call.heads)
-        if self.call.device.type == "cuda" or self.backend(2).is_capturable(self.call):  # one polynomial needs no table
-            return [self._if_worth_it(shared, heads)] * len(heads)
-        bounds = [score_bound(scale, q, k) for q, k in zip(s.query, s.key, strict=True)]
-        whole = {bound: prepared.whole((grid_index(bound),)) for bound in set(bounds)}
-        worth = {bound: self._if_worth_it(choice, heads) for bound, choice in whole.items() if choice is not None}
-        return [worth[bound] for bound in bounds]
+        return [self._if_worth_it(shared, heads)] * len(heads)
 
     @cached_property
     def growth(self) -> float:
@@ -640,10 +629,9 @@ class Decision:
                 )
             )  # fmt: skip
         violations = torch.zeros((), dtype=torch.int64, device=call.device)
-        norms = self.survey.query, self.survey.key
-        return AttentionPlan(
-            call, shapes_of(given), tuple(heads), notes(call.device), self._fixed(), norms, violations
-        )  # fmt: skip
+        norms, is_missing = (self.survey.query, self.survey.key), call.device.type == "cuda" and not has_triton()
+        notes = ("triton is not installed (extra gpu): the torch backend is used on the GPU",) * is_missing
+        return AttentionPlan(call, shapes_of(given), tuple(heads), notes, self._fixed(), norms, violations)
 
     def _fixed(self) -> Minimax | str:
         """Return the polynomial for all heads of later calls, or why there is none."""

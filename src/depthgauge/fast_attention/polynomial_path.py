@@ -229,7 +229,7 @@ class Backend:
 
     def share_beyond(self, call: Call, tensors: Tensors, bound: float) -> float:
         """Return a share of the rows of every head that are proved to have B_i > `bound`, for all centres at once."""
-        return share_beyond(call, tensors, bound)
+        return share_beyond(call, tensors.detach(), bound)
 
     def is_outside(self, call: Call, tensors: Tensors, bound: float) -> Tensor:
         """Return a bool tensor [] on the device: whether scores may exceed `bound`, or q, k or v is unusable."""
