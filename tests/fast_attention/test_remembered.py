@@ -167,6 +167,6 @@ def test_the_number_of_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_an_object_remembers_is_not_seen_by_others() -> None:
     one, other = dg.Attention(), dg.Attention()
     one(*draw(LARGE))
-    ((call, prepared),) = one._calls.items()
+    (prepared,) = one._calls.values()
     assert other._calls == {}
-    assert prepared_for(call) is not prepared
+    assert prepared_for(prepared.call) is not prepared

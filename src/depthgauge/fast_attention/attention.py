@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from depthgauge.fast_attention.call import (
     arguments_of,
     autocast_tensors,
     call_of,
+    filled,
     is_autocast,
     is_capturing,
     is_watched,
+    left_out,
     with_tokens,
     without_autocast,
 )
@@ -37,6 +40,8 @@ from depthgauge.fast_attention.polynomial_path import Batch
 MOST_CALLS = 4096
 """The most kinds of calls that an `Attention` object remembers. With more, it forgets all."""
 Output = Tensor | tuple[Tensor, Tensor]
+Prepared = dict[tuple[Call, tuple[Any, ...]], PreparedCall]
+"""What an object remembers, by call and `left_out`."""
 
 
 def attention(
@@ -162,7 +167,7 @@ class Attention:
         self.tolerance = require_positive(
             "tolerance", tolerance, "the largest error of an output entry, as a fraction of the range of its values"
         )
-        self._calls: dict[Call, PreparedCall] = {}
+        self._calls: Prepared = {}
 
     def __call__(
         self,
@@ -200,7 +205,7 @@ def attend(
     flags: Flags,
     return_bound: bool,
     plan: AttentionPlan | None,
-    calls: dict[Call, PreparedCall] | None = None,
+    calls: Prepared | None = None,
 ) -> Output:
     """Compute `attention`. `calls` is what an object remembers: it looks less often after refusals."""
     if isinstance(given.q, Tensor) and is_autocast(given.q):
@@ -216,7 +221,7 @@ def _as_cast(given: Tensors) -> Tensors:
 
 
 def _attend(
-    given: Tensors, call: Call, return_bound: bool, plan: AttentionPlan | None, calls: dict[Call, PreparedCall] | None
+    given: Tensors, call: Call, return_bound: bool, plan: AttentionPlan | None, calls: Prepared | None
 ) -> Output:
     """Compute a call by a plan, by polynomials, or exactly. The call has no tokens yet: see `arguments_of`."""
     if plan is not None:
@@ -240,7 +245,7 @@ def _attend(
     return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
 
 
-def polynomial(call: Call, given: Tensors, return_bound: bool, calls: dict[Call, PreparedCall] | None) -> Output | None:
+def polynomial(call: Call, given: Tensors, return_bound: bool, calls: Prepared | None) -> Output | None:
     """Compute a call in which a polynomial is chosen for some head. Return None if the call is exact.
 
     No other function decides this. A call is exact without a look at its numbers if its options, its sizes or the modes
@@ -249,8 +254,8 @@ def polynomial(call: Call, given: Tensors, return_bound: bool, calls: dict[Call,
     q, k, v, _, _ = given
     if call.is_exact or q.shape[-2] * k.shape[-2] <= call.most_pairs:
         return None
-    call = with_tokens(call, given)
-    prepared = _prepared(call, calls)
+    prepared = _prepared(call, given, calls)
+    call = prepared.call
     # Where no polynomial pays, numbers need not be read; in the capture of a CUDA graph they cannot be read.
     if call.force is None and (not prepared.is_examined or is_capturing(q) or (calls and prepared.is_waiting())):
         return None
@@ -277,15 +282,16 @@ def polynomial(call: Call, given: Tensors, return_bound: bool, calls: dict[Call,
     return out if bound is None else (out, bound.reshape(shape))
 
 
-def _prepared(call: Call, calls: dict[Call, PreparedCall] | None) -> PreparedCall:
-    """Return what was prepared for a call, by an object if `calls` is given."""
+def _prepared(call: Call, given: Tensors, calls: Prepared | None) -> PreparedCall:
+    """Return what was prepared for a call without tokens, by an object if `calls` is given."""
+    tokens = left_out(given)
     if calls is None:
-        return prepared_for(call)
-    prepared = calls.get(call)
+        return prepared_for(call, *tokens)
+    prepared = calls.get((call, tokens))
     if prepared is None:
         if len(calls) >= MOST_CALLS:
             calls.clear()
-        prepared = calls[call] = PreparedCall(call)
+        prepared = calls[call, tokens] = PreparedCall(filled(call, *tokens))
     return prepared
 
 

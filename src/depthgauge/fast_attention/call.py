@@ -167,11 +167,19 @@ def call_of(given: Tensors, flags: Flags) -> tuple[Tensors, Call]:
 
 def with_tokens(call: Call, given: Tensors) -> Call:
     """Return the call with what `arguments_of` leaves out."""
+    return filled(call, *left_out(given))
+
+
+def left_out(given: Tensors) -> tuple[int, int, bool, bool]:
+    """Return the numbers of rows and of keys, whether keys may be padding, and whether q or k needs a gradient."""
     q, k, _, padding, _ = given
-    n, m = q.shape[-2], k.shape[-2]
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    m = min(n, m) if call.causal else m
-    return call._replace(n=n, m=m, is_padded=padding is not None, gradients=gradients)
+    return q.shape[-2], k.shape[-2], padding is not None, gradients
+
+
+def filled(call: Call, n: int, m: int, is_padded: bool, gradients: bool) -> Call:
+    """Return the call with these numbers of tokens."""
+    return call._replace(n=n, m=min(n, m) if call.causal else m, is_padded=is_padded, gradients=gradients)
 
 
 def arguments_of(given: Tensors, flags: Flags) -> tuple[Tensors, Call]:

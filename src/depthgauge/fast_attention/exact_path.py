@@ -154,7 +154,7 @@ def why_exact(call: Call, given: Tensors) -> str | None:
     reason = None
     if mask is not None:
         reason = "the polynomial path does not support a general mask"
-    elif any(name == "dropout_p" for name, _ in call.named):
+    elif "dropout_p" in dict(call.named):
         reason = "the polynomial path does not support dropout"
     elif padding is not None and bool(padding.all(dim=-1).any()):
         reason = "a batch has padding keys only"

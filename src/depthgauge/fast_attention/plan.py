@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import product as every
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from depthgauge.fast_attention.call import (
     GuaranteeError,
     Tensors,
     feature_count,
+    filled,
 )
 from depthgauge.fast_attention.polynomial_path import Backend, Batch, TorchBackend, second_moments
 from depthgauge.fast_attention.triton_backend import TritonBackend, outward, survey_of_numbers, surveyed
@@ -427,7 +429,10 @@ class PreparedCall:
         return self._shared[index, lowest]
 
 
-prepared_for = lru_cache(maxsize=1024)(PreparedCall)
+@lru_cache(maxsize=1024)
+def prepared_for(call: Call, *tokens: Any) -> PreparedCall:
+    """Return what is prepared for a call. `tokens` are those of `left_out`, if the call has none: this saves time."""
+    return PreparedCall(filled(call, *tokens) if tokens else call)
 
 
 # --- the choices for tensors ------------------------------------------------------------------------------------------
