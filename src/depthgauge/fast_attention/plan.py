@@ -83,6 +83,13 @@ def backend_for(call: Call, degree: int) -> Backend:
     return TRITON if TRITON.supports(call, degree) and has_triton() else TORCH_GPU
 
 
+def notes(device: torch.device) -> tuple[str, ...]:
+    """Return remarks for the user about the choice of backend."""
+    if device.type == "cuda" and not has_triton():
+        return ("triton is not installed (extra gpu): the torch backend is used on the GPU",)
+    return ()
+
+
 # --- what a user sees -------------------------------------------------------------------------------------------------
 
 
@@ -634,9 +641,8 @@ class Decision:
                 )
             )  # fmt: skip
         violations = torch.zeros((), dtype=torch.int64, device=call.device)
-        norms, is_missing = (self.survey.query, self.survey.key), call.device.type == "cuda" and not has_triton()
-        notes = ("triton is not installed (extra gpu): the torch backend is used on the GPU",) * is_missing
-        return AttentionPlan(call, shapes_of(given), tuple(heads), notes, self._fixed(), norms, violations)
+        norms, told = (self.survey.query, self.survey.key), notes(call.device)
+        return AttentionPlan(call, shapes_of(given), tuple(heads), told, self._fixed(), norms, violations)
 
     def _fixed(self) -> Minimax | str:
         """Return the polynomial for all heads of later calls, or why there is none."""
