@@ -201,11 +201,7 @@ class Attention:
 
 
 def attend(
-    given: Tensors,
-    flags: Flags,
-    return_bound: bool,
-    plan: AttentionPlan | None,
-    calls: Prepared | None = None,
+    given: Tensors, flags: Flags, return_bound: bool, plan: AttentionPlan | None, calls: Prepared | None = None
 ) -> Output:
     """Compute `attention`. `calls` is what an object remembers: it looks less often after refusals."""
     if isinstance(given.q, Tensor) and is_autocast(given.q):

@@ -240,12 +240,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        sizes: tuple[int, ...],
-        config: Config,
-        **options: int,
+        self, kernel: Any, grid: tuple[int, int, int], sizes: tuple[int, ...], config: Config, **options: int
     ) -> None:
         self.kernel, self.grid, self.sizes, self.config, self.options = kernel, grid, sizes, config, options
         self._compiled: dict[tuple[torch.dtype, ...], Callable[[list[int], Sequence[float]], object]] = {}
