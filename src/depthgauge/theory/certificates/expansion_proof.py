@@ -75,8 +75,8 @@ class ExpansionProof(Method):
 
         drift = S.X.drift(0, S.X.depth) - other.X.drift(0, other.X.depth)
         linear = region.largest((drift if R is None else drift @ R)[None])[0]
-        parts = [S.added(k, R) * matched.mask(0, k) for k in mine]
-        by_other = total(*((other.added(k, R) * matched.mask(1, k)).sum(0) for k in theirs))
+        parts = [part * matched.mask(0, k) for k, part in enumerate(S.added(R))]
+        by_other = total(*((part * matched.mask(1, k)).sum(0) for k, part in enumerate(other.added(R))))
         by_matched = [matched.added(match) for match in matched.matches]
         plain = total(linear, by_other, *(part.sum(0) for part in parts), *by_matched)
         if R is None:
@@ -95,13 +95,13 @@ class ExpansionProof(Method):
         led = free if is_apart else [list(range(S.X.V[k].shape[0])) for k in mine]
         T = [S.terms(k).heads(free[k]) for k in mine]
         Tm = [terms.heads(led[k]) for k in mine for terms in S.drifts(k)]
-        rests = [(S.beyond(k, R) * matched.mask(0, k) if is_apart else S.beyond(k, R)).sum(0) for k in mine]
+        rests = [(part * matched.mask(0, k) if is_apart else part).sum(0) for k, part in enumerate(S.beyond(R))]
         if is_apart:
             beyond = total(linear, by_other, *by_matched, *rests)
         else:
             T += [other.terms(k).heads(free_heads(surrogate, k, matches, 1)).negated() for k in theirs]
             Tm += [terms.negated() for k in theirs for terms in other.drifts(k)]
-            beyond = total(linear, *rests, *(other.beyond(k, R).sum(0) for k in theirs))
+            beyond = total(linear, *rests, *(part.sum(0) for part in other.beyond(R)))
         tensors = [Rank1Sum.join(A, network.dim, terms).read(R) for terms in (T, Tm)]
         leads = region.lead(*tensors, is_sharp=self.effort == "high", steps=self.steps)
         joint, squared = sharpened(A, plain, beyond, leads)
