@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.lead import Rank1Sum
-from depthgauge.theory.certificates.regions import BLOCK, PointRegion, Region, States
+from depthgauge.theory.certificates.pair_lead import BLOCK
+from depthgauge.theory.certificates.regions import PointRegion, Region, States
 from depthgauge.theory.linalg.bound_arithmetic import Enclosed, Upper, total
 from depthgauge.theory.surrogates.expansion import Expansion
 
