@@ -45,12 +45,9 @@ class EveryLead:
         triples, pairs = self._tables(torch.tensor([a]))
         near = [tables.floats() for tables in (triples, pairs)]
         sizes = torch.cat([tables.flatten(1).abs().amax(1) for tables in near])
-        off = [
-            (tables - tables.floats()).size().amax(tuple(range(1, len(tables.shape)))).sum(0)
-            for tables in (triples, pairs)
-        ]
+        wrong = (triples - near[0]).size().amax((1, 2, 3)), (pairs - near[1]).size().amax((1, 2))
         lost = self.A.upper(sizes).sum(0) * gamma(len(sizes))
-        return total(self.A.upper(largest_sum(*near, n)), lost, *off) / float(n**3)
+        return total(self.A.upper(largest_sum(*near, n)), lost, *(one.sum(0) for one in wrong)) / float(n**3)
 
     def _tables(self, a: Tensor) -> tuple[Enclosed, Enclosed]:
         """Return the terms of three places i < j < k, [_, w, w, w], and of two places j < k, [_, w, w], times n³.
@@ -75,7 +72,7 @@ class EveryLead:
     def _forms(self, terms: Rank1Sum, queries: Enclosed, a: Tensor) -> Enclosed:
         """Return D_x(y, z) for the queries x and all points y and z, [x, points, points]."""
         v, d = self.points.shape
-        G = queries @ terms.at(a).reshape(d, d * d)
+        G = queries.coarse(terms.at(a).reshape(d, d * d))
         form = self.points.coarse(G.reshape(-1, d, d)).coarse(self.points.mT)
         own = form[:, torch.arange(v), torch.arange(v)]
         return own[:, :, None] + own[:, None, :] - form - form.mT
@@ -97,9 +94,10 @@ def largest_sum(triples: Float[Tensor, "_ w w w"], pairs: Float[Tensor, "_ w w"]
     for k in range(1, n):
         by_k = pairs.new_zeros(1, w)  # over the tokens at the places before j, and at k
         for j in range(k):
-            by_both = next(two)[None]  # over the tokens at the places before i, and at j and k
+            by_both = next(two)[None].clone()  # over the tokens at the places before i, and at j and k
             for _ in range(j):
                 by_both = (by_both[:, None] + next(three)).flatten(0, 1)
-            by_k = (by_k[:, None] + by_both).flatten(0, 1)
-        whole = (whole[:, None] + by_k).flatten()
-    return whole.abs().amax()
+            by_k = by_both.add_(by_k[:, None]).flatten(0, 1)
+        whole = by_k.add_(whole[:, None]).flatten()
+    low, high = whole.aminmax()
+    return torch.maximum(-low, high)

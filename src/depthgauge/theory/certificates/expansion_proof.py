@@ -10,6 +10,8 @@ together, where equal heads cancel, and only what is beyond them head by head.
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from depthgauge.base.errors import VerificationError
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.compared_networks import Comparison
@@ -45,6 +47,7 @@ class ExpansionProof(Method):
         steps: optimisation steps for the scalings of the leading term.
         readout: returns a matrix R, [d, m], in an arithmetic; then the bound is on |(S − S') R| in the last row alone,
             over all sequences of tokens that fill all positions.
+        enough: bounds from which on the proof is of no use, so that it need not be sharpened.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class ExpansionProof(Method):
         effort: str = "default",
         steps: int = STEPS,
         readout: Callable[[BoundArithmetic], Enclosed] | None = None,
+        enough: Tensor | None = None,
     ) -> None:
-        self.S, self.effort, self.steps, self.readout = S, effort, steps, readout
+        self.S, self.effort, self.steps, self.readout, self.enough = S, effort, steps, readout, enough
         super().__init__(comparison)
 
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
@@ -104,7 +108,7 @@ class ExpansionProof(Method):
             beyond = total(linear, *rests, *(part.sum(0) for part in other.beyond(R)))
         tensors = [Rank1Sum.join(A, network.dim, terms).read(R) for terms in (T, Tm)]
         leads = region.lead(*tensors, is_sharp=self.effort == "high", steps=self.steps)
-        joint, squared = sharpened(A, plain, beyond, leads)
+        joint, squared = sharpened(A, plain, beyond, leads, self.enough)
         value = plain.least(joint)
         a = int(value.floats().argmax())
         is_joint = bool(joint.floats()[a] < plain.floats()[a])

@@ -79,7 +79,7 @@ class Rank1Sum:
         r, d, _ = self.left.shape
         factor, other = self.left.permute(1, 2, 0), self.right[:, :, coordinates].permute(2, 0, 1)
         if left is None or right is None:
-            made = self.left.reshape(r, d * d).mT @ other.permute(1, 2, 0).reshape(r, d * len(coordinates))
+            made = self.left.reshape(r, d * d).mT.coarse(other.permute(1, 2, 0).reshape(r, d * len(coordinates)))
             made = made.reshape(d, d, d, len(coordinates)).permute(3, 0, 1, 2)
         else:
             first = factor[None] * left[:, :, None, None] * right[:, None, :, None]
@@ -103,16 +103,24 @@ class Lead(Protocol):
         """Return a smaller bound for coordinate a."""
 
 
-def sharpened(A: BoundArithmetic, plain: Upper, beyond: Upper, leads: Sequence[Lead]) -> tuple[Upper, set[int]]:
+def sharpened(
+    A: BoundArithmetic, plain: Upper, beyond: Upper, leads: Sequence[Lead], enough: Tensor | None = None
+) -> tuple[Upper, set[int]]:
     """Return the joint bound, the sum of the leads and of what is beyond them, and the coordinates made sharper.
 
-    A coordinate is sharpened where the bound is the largest of all, until that is sharp.
+    A coordinate is sharpened where the bound is the largest of all, until that is sharp, or until a bound cannot become
+    smaller than `enough`, from which on it is of no use.
     """
     joint, done = total(beyond, *(lead.value for lead in leads)), set[int]()
     able = bool(leads) and all(lead.can_sharpen for lead in leads)
 
     def worst() -> int | None:
         joint_, plain_ = joint.floats(), plain.floats()
+        if enough is not None:
+            least = beyond.floats().clone()
+            least[list(done)] = joint_[list(done)]
+            if bool((torch.fmin(least, plain_) >= enough).any()):
+                return None
         a = int(torch.fmin(joint_, plain_).argmax())
         too_slow = bool(plain_[a] <= joint_[a]) and any(lead.is_slow for lead in leads)
         return None if a in done or too_slow or not bool(joint_[a].isfinite()) else a

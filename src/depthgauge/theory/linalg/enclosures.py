@@ -41,7 +41,6 @@ from depthgauge.theory.linalg.rounding import (
     raised,
     sqrt_up,
     sub_down,
-    sub_up,
     tanh_up,
     times_power_of_two,
     up,
@@ -237,7 +236,7 @@ class Enclosure(ArrayRecord):
             raise InputError("a product of enclosures needs two matrices; give a vector a row or column dimension")
         mid = self.mid @ other.mid
         own = raised(other.mid.abs().mul_(gamma(k)).add_(other.rad))
-        rad = nonnegative_matmul_up(self.mid.abs(), own).add_(k * TINY)
+        rad = nonnegative_matmul_up(self.mid.abs(), own)
         if bool(self.rad.any()):
             rad.add_(nonnegative_matmul_up(self.rad, other.abs_up()))
         return _without_overflow(mid, raised(rad))
@@ -247,9 +246,10 @@ class Enclosure(ArrayRecord):
         other = as_enclosure(other)
         k, mid = self.shape[-1], self.mid @ other.mid
         size, off = (x.amax(-2, keepdim=True) for x in (self.mid.abs(), self.rad))
-        rad = nonnegative_matmul_up(size, add_up(mul_up(gamma(k), other.mid.abs()), other.rad))
-        rad = add_up(add_up(rad, nonnegative_matmul_up(off, other.abs_up())), k * TINY)
-        return _without_overflow(mid, rad.expand_as(mid))
+        rad = nonnegative_matmul_up(size, raised(other.mid.abs().mul_(gamma(k)).add_(other.rad)))
+        if bool(off.any()):
+            rad.add_(nonnegative_matmul_up(off, other.abs_up()))
+        return _without_overflow(mid, raised(rad).expand_as(mid))
 
     def sum(self, dim: int | tuple[int, ...]) -> "Enclosure":
         """Return the enclosure of the sums over `dim`."""

@@ -25,6 +25,8 @@ UNIT = 2.0**-53
 """u, the largest relative error of one rounding."""
 TINY = 2.0**-1074
 """The smallest positive float64. It bounds the absolute error of an underflow."""
+SMALL = 2.0**-1010
+"""What covers underflows where time matters: adding a subnormal number takes some 30 times as long as a normal one."""
 _INF = math.inf
 _ABOVE, _BELOW = torch.tensor(_INF, dtype=torch.float64), torch.tensor(-_INF, dtype=torch.float64)
 
@@ -137,20 +139,19 @@ def nonnegative_sum_up(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def nonnegative_matmul_up(A: Float[Tensor, "*a m k"], B: Float[Tensor, "*b k n"]) -> Tensor:
-    """Return fl(A B)/(1 − γ_k) + k·TINY ≥ A B entrywise, for A, B ≥ 0 with inner dimension k.
+    """Return fl(A B)/(1 − γ_k) + SMALL ≥ A B entrywise, for A, B ≥ 0 with inner dimension k; SMALL ≥ (k + 1)·TINY.
 
-    γ_{k+4} and k + 1 are for the roundings of the quotient and of the sum, 1 − γ_{k+4} ≤ (1 − u)²(1 − γ_k).
+    γ_{k+4} in place of γ_k is for the roundings of the quotient and of the sum: 1 − γ_{k+4} ≤ (1 − u)²(1 − γ_k).
     """
-    k = A.shape[-1]
-    return (_lifted(A) @ _lifted(B)).div_(_shrink(k + 4)).add_((k + 1) * TINY)
+    return (_lifted(A) @ _lifted(B)).div_(_shrink(A.shape[-1] + 4)).add_(SMALL)
 
 
 def raised(x: Tensor) -> Tensor:
     """Return, in place of x, a bound on a sum of products that was computed as x with at most 4 roundings each.
 
-    (1 + 8u)(1 − u) ≥ (1 − u)⁻⁴, with room for what underflows in up to 5 products, and in this one.
+    (1 + 8u)(1 − u)² ≥ (1 − u)⁻⁴, and SMALL is far above the `TINY` by which each product may be off in an underflow.
     """
-    return x.mul_(1 + 8 * UNIT).add_(3 * TINY)
+    return x.mul_(1 + 8 * UNIT).add_(SMALL)
 
 
 def _lifted(x: Tensor) -> Tensor:
