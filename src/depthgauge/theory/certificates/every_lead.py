@@ -72,7 +72,7 @@ class EveryLead:
     def _forms(self, terms: Rank1Sum, queries: Enclosed, a: Tensor) -> Enclosed:
         """Return D_x(y, z) for the queries x and all points y and z, [x, points, points]."""
         v, d = self.points.shape
-        G = queries.coarse(terms.at(a).reshape(d, d * d))
+        G = queries @ terms.at(a).reshape(d, d * d)
         form = self.points.coarse(G.reshape(-1, d, d)).coarse(self.points.mT)
         own = form[:, torch.arange(v), torch.arange(v)]
         return own[:, :, None] + own[:, None, :] - form - form.mT

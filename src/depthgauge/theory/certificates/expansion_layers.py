@@ -176,10 +176,10 @@ class ExpansionLayers:
     def carried_on(self, end: int) -> Upper:
         """Bound the length of (P_h − U) X_k V_h Z_{k+1:ℓ} for every head before layer ℓ."""
         if end not in self._gaps:
-            self._gaps[end] = self._gap(self.X.every_carried(end), self.region.spread_length)
+            self._gaps[end] = self.gap(self.X.every_carried(end), self.region.spread_length)
         return self._gaps[end]
 
-    def _gap(self, M: Enclosed, spread: Callable[[States, Enclosed], Upper]) -> Upper:
+    def gap(self, M: Enclosed, spread: Callable[[States, Enclosed], Upper]) -> Upper:
         """Bound |(P_h − U) X_k M_h| for the heads h of the first layers, by the `spread` of X_k."""
         own, widest, uneven, *_ = (one[: M.shape[0]] for one in self._every)
         return uneven * spread(States(own, own, widest, widest), M)
@@ -221,7 +221,7 @@ class ExpansionLayers:
         if readout is None and self.region.by_coordinate:
             carried = self.carried_on(X.depth)
             return self._by_layer(self._earlier(X.depth).by_token + carried if X.skip else carried)
-        return self._by_layer(self._of_both(lambda M: self._gap(M, self.region.spread_range), readout))
+        return self._by_layer(self._of_both(lambda M: self.gap(M, self.region.spread_range), readout))
 
     def beyond(self, readout: Enclosed | None = None) -> list[Upper]:
         """Bound what every head adds beyond the leading term, by layer."""

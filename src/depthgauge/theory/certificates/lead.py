@@ -79,7 +79,7 @@ class Rank1Sum:
         r, d, _ = self.left.shape
         factor, other = self.left.permute(1, 2, 0), self.right[:, :, coordinates].permute(2, 0, 1)
         if left is None or right is None:
-            made = self.left.reshape(r, d * d).mT.coarse(other.permute(1, 2, 0).reshape(r, d * len(coordinates)))
+            made = self.left.reshape(r, d * d).mT @ other.permute(1, 2, 0).reshape(r, d * len(coordinates))
             made = made.reshape(d, d, d, len(coordinates)).permute(3, 0, 1, 2)
         else:
             first = factor[None] * left[:, :, None, None] * right[:, None, :, None]

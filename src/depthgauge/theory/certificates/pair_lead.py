@@ -65,7 +65,7 @@ class PairLead:
     def _matrices(self, coordinates: Tensor) -> Enclosed:
         """Return G for some coordinates and all x, [a·x, d, d]."""
         d = self.points.shape[1]
-        return self.queries.coarse(self.terms.at(coordinates).reshape(len(coordinates), d, d * d)).reshape(-1, d, d)
+        return (self.queries @ self.terms.at(coordinates).reshape(len(coordinates), d, d * d)).reshape(-1, d, d)
 
     def _pairs(self, G: Enclosed) -> Upper:
         """Bound ½ max |δ G δᵀ| over the differences δ of two points, times the share."""
