@@ -47,7 +47,7 @@ class EveryLead:
         sizes = torch.cat([tables.flatten(1).abs().amax(1) for tables in near])
         wrong = (triples - near[0]).size().amax((1, 2, 3)), (pairs - near[1]).size().amax((1, 2))
         lost = self.A.upper(sizes).sum(0) * gamma(len(sizes))
-        return total(self.A.upper(largest_sum(*near, n)), lost, *(one.sum(0) for one in wrong)) / float(n**3)
+        return total(self.A.upper(largest_sum(near[0], near[1], n)), lost, *(one.sum(0) for one in wrong)) / float(n**3)
 
     def _tables(self, a: Tensor) -> tuple[Enclosed, Enclosed]:
         """Return the terms of three places i < j < k, [_, w, w, w], and of two places j < k, [_, w, w], times n³.
