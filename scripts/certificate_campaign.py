@@ -4,8 +4,8 @@
     python scripts/certificate_campaign.py --networks 2000 --verified 1
 
 Network i is drawn from the seed i and is of kind i modulo the number of kinds, so a campaign can be cut into parts and
-continued: every line says with which `--first` to go on. The campaign ends with status 1 at the first violation
-or failed verification, and prints its seed; `--first SEED --networks 1` repeats it.
+continued: every line says with which `--first` to go on, and the last one counts the kinds. The campaign ends with
+status 1 at the first violation or failed verification, and prints its seed; `--first SEED --networks 1` repeats it.
 """
 
 import argparse
@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the seed of the first one")
     parser.add_argument("--verified", type=int, default=50, help="verify every certificate of so many; 0: none")
     given = parser.parse_args()
-    counts, end = Counter[str](), given.first + given.networks
+    counts, by_kind, end = Counter[str](), Counter[str](), given.first + given.networks
     torch.set_num_threads(1)
     for i in range(given.first, end):
         kind = list(KINDS)[i % len(KINDS)]
@@ -249,12 +249,14 @@ def main() -> int:
         case = smaller(case) if is_verified and kind == "exact" else case
         found, wrong = outcome(case, i, is_verified=is_verified)
         counts.update(found)
+        by_kind[kind] += 1
         if wrong is not None:
             print(f"WRONG: seed {i}, {kind}: {wrong}")  # noqa: T201
             return 1
         if (i + 1) % EVERY == 0 or i + 1 == end:
             done = ", ".join(f"{counts[name]:,} {name}" for name in ("certified", "finite", "verified", "refused"))
             print(f"{done}, {time.process_time():.0f} s of CPU; continue with --first {i + 1}", flush=True)  # noqa: T201
+    print("no violation:", ", ".join(f"{count:,} {kind}" for kind, count in by_kind.items()))  # noqa: T201
     return 0
 
 

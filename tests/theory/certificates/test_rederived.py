@@ -243,7 +243,7 @@ def expansion_differs(name: str, eta: float = 0.2) -> float:
     """Return the largest relative difference of the code from the derivation."""
     network = dg.random_network(layers=3, heads=2, dim=3, eta=eta, seed=5)
     layers = layers_of(Comparison(network, network, SETS[name]), Outward())
-    found = [sum(part(k).sum(0).floats().numpy() for k in range(3)) for part in (layers.added, layers.beyond)]
+    found = [sum(part.sum(0).floats().numpy() for part in parts) for parts in (layers.added(), layers.beyond())]
     expected = recursion(network, *plain_region(name))
     return max(float(np.abs(a / b - 1).max()) for a, b in zip(found, (expected.alone, expected.rest), strict=True))
 
@@ -251,7 +251,7 @@ def expansion_differs(name: str, eta: float = 0.2) -> float:
 def without_skips_differs() -> float:
     network = dg.random_network(layers=3, heads=2, dim=3, eta=0.4, seed=5, skip=False)
     layers = layers_of(Comparison(network, network, SETS["box"]), Outward(), joint=False)
-    found = sum(layers.added(k).sum(0).floats().numpy() for k in range(3))
+    found = sum(part.sum(0).floats().numpy() for part in layers.added())
     return float(np.abs(found / recursion(network, *plain_region("box"), joint=False).alone - 1).max())
 
 

@@ -353,7 +353,8 @@ def test_the_rest_bounds_what_is_beyond_the_leading_term() -> None:
     bounds = ExpansionLayers(expansion, region, joint=True)
     assert float(bounds.states[0].own.floats().max()) == 0.0
     W, V = expansion.W[0].floats(), expansion.V[0].floats()
-    rest, gap = (bound(0, expansion.V[0]).floats() for bound in (bounds.rest, bounds.gap))
+    values = expansion.V[0]
+    rest, gap = bounds.rest(values).floats(), bounds.gap(values, region.spread_range).floats()
     for x in multisets(points, 200, 6):
         scores = x @ W @ x.mT  # [h, i, j]
         z = x @ V

@@ -185,7 +185,7 @@ def test_nonnegative_products(pair: tuple[Tensor, Tensor]) -> None:
         for value, exact, most in zip(row, exact_row, lifted_row, strict=True):
             assert at_least(value, exact)
             if math.isfinite(value):
-                assert Fraction(value) <= most * (1 + Fraction(1, 2**48)) + 20 * Fraction(TINY)
+                assert Fraction(value) <= most * (1 + Fraction(1, 2**48)) + 2 * Fraction(r.SMALL)
 
 
 def test_products_in_the_subnormals_are_bounded() -> None:

@@ -163,12 +163,14 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
         return _state_bound(Comparison(network, closed_form(network, "parallel"), inputs), R)
     S = layers_of(Comparison(network, network, inputs), Outward())
 
-    def prove(method: str) -> OutputBound:
+    columns, found = readout_of(Outward(), R).shape[1], list[OutputBound]()
+    for method in _methods(network):
         comparison = Comparison(network, closed_form(network, method), inputs)
-        proof = ExpansionProof(comparison, S, readout=lambda A: readout_of(A, R))
-        return _bound(method, OutputProof(comparison, proof, R, is_read=True))
-
-    return least_bound([prove(method) for method in _methods(network)])
+        enough = torch.full((columns,), math.inf, dtype=torch.float64)
+        enough[R.shape[1] :] = min((bound.margin for bound in found), default=math.inf)
+        proof = ExpansionProof(comparison, S, readout=lambda A: readout_of(A, R), enough=enough)
+        found.append(_bound(method, OutputProof(comparison, proof, R, is_read=True)))
+    return least_bound(found)
 
 
 def _state_bound(comparison: Comparison, readout: Float[Tensor, "d classes"]) -> OutputBound | None:

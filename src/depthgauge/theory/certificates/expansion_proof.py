@@ -10,6 +10,8 @@ together, where equal heads cancel, and only what is beyond them head by head.
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from depthgauge.base.errors import VerificationError
 from depthgauge.base.progress import Step, silent
 from depthgauge.theory.certificates.compared_networks import Comparison
@@ -45,6 +47,7 @@ class ExpansionProof(Method):
         steps: optimisation steps for the scalings of the leading term.
         readout: returns a matrix R, [d, m], in an arithmetic; then the bound is on |(S − S') R| in the last row alone,
             over all sequences of tokens that fill all positions.
+        enough: bounds from which on the proof is of no use, so that it need not be sharpened.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class ExpansionProof(Method):
         effort: str = "default",
         steps: int = STEPS,
         readout: Callable[[BoundArithmetic], Enclosed] | None = None,
+        enough: Tensor | None = None,
     ) -> None:
-        self.S, self.effort, self.steps, self.readout = S, effort, steps, readout
+        self.S, self.effort, self.steps, self.readout, self.enough = S, effort, steps, readout, enough
         super().__init__(comparison)
 
     def bound(self, comparison: Comparison, A: BoundArithmetic) -> Bound:
@@ -75,8 +79,8 @@ class ExpansionProof(Method):
 
         drift = S.X.drift(0, S.X.depth) - other.X.drift(0, other.X.depth)
         linear = region.largest((drift if R is None else drift @ R)[None])[0]
-        parts = [S.added(k, R) * matched.mask(0, k) for k in mine]
-        by_other = total(*((other.added(k, R) * matched.mask(1, k)).sum(0) for k in theirs))
+        parts = [part * matched.mask(0, k) for k, part in enumerate(S.added(R))]
+        by_other = total(*((part * matched.mask(1, k)).sum(0) for k, part in enumerate(other.added(R))))
         by_matched = [matched.added(match) for match in matched.matches]
         plain = total(linear, by_other, *(part.sum(0) for part in parts), *by_matched)
         if R is None:
@@ -95,16 +99,16 @@ class ExpansionProof(Method):
         led = free if is_apart else [list(range(S.X.V[k].shape[0])) for k in mine]
         T = [S.terms(k).heads(free[k]) for k in mine]
         Tm = [terms.heads(led[k]) for k in mine for terms in S.drifts(k)]
-        rests = [(S.beyond(k, R) * matched.mask(0, k) if is_apart else S.beyond(k, R)).sum(0) for k in mine]
+        rests = [(part * matched.mask(0, k) if is_apart else part).sum(0) for k, part in enumerate(S.beyond(R))]
         if is_apart:
             beyond = total(linear, by_other, *by_matched, *rests)
         else:
             T += [other.terms(k).heads(free_heads(surrogate, k, matches, 1)).negated() for k in theirs]
             Tm += [terms.negated() for k in theirs for terms in other.drifts(k)]
-            beyond = total(linear, *rests, *(other.beyond(k, R).sum(0) for k in theirs))
+            beyond = total(linear, *rests, *(part.sum(0) for part in other.beyond(R)))
         tensors = [Rank1Sum.join(A, network.dim, terms).read(R) for terms in (T, Tm)]
         leads = region.lead(*tensors, is_sharp=self.effort == "high", steps=self.steps)
-        joint, squared = sharpened(A, plain, beyond, leads)
+        joint, squared = sharpened(A, plain, beyond, leads, self.enough)
         value = plain.least(joint)
         a = int(value.floats().argmax())
         is_joint = bool(joint.floats()[a] < plain.floats()[a])

@@ -103,16 +103,24 @@ class Lead(Protocol):
         """Return a smaller bound for coordinate a."""
 
 
-def sharpened(A: BoundArithmetic, plain: Upper, beyond: Upper, leads: Sequence[Lead]) -> tuple[Upper, set[int]]:
+def sharpened(
+    A: BoundArithmetic, plain: Upper, beyond: Upper, leads: Sequence[Lead], enough: Tensor | None = None
+) -> tuple[Upper, set[int]]:
     """Return the joint bound, the sum of the leads and of what is beyond them, and the coordinates made sharper.
 
-    A coordinate is sharpened where the bound is the largest of all, until that is sharp.
+    A coordinate is sharpened where the bound is the largest of all, until that is sharp, or until a bound cannot become
+    smaller than `enough`, from which on it is of no use.
     """
     joint, done = total(beyond, *(lead.value for lead in leads)), set[int]()
     able = bool(leads) and all(lead.can_sharpen for lead in leads)
 
     def worst() -> int | None:
         joint_, plain_ = joint.floats(), plain.floats()
+        if enough is not None:
+            least = beyond.floats().clone()
+            least[list(done)] = joint_[list(done)]
+            if bool((torch.fmin(least, plain_) >= enough).any()):
+                return None
         a = int(torch.fmin(joint_, plain_).argmax())
         too_slow = bool(plain_[a] <= joint_[a]) and any(lead.is_slow for lead in leads)
         return None if a in done or too_slow or not bool(joint_[a].isfinite()) else a

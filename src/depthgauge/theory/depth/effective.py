@@ -162,7 +162,7 @@ class DepthBounds:
         """For each layer, its contribution to the plain bound on the error of folding it; empty without foldings."""
         if self.S is None:
             return []
-        return [float(self.S.added(k).sum(0).floats().amax()) for k in range(len(self.network))]
+        return [float(part.sum(0).floats().amax()) for part in self.S.added()]
 
     def _compared(self, choice: Choice) -> Comparison:
         return Comparison(self.network, shallower(self.network, choice, self.length), self.inputs)

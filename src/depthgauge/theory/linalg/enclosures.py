@@ -38,9 +38,9 @@ from depthgauge.theory.linalg.rounding import (
     no_bound,
     nonnegative_matmul_up,
     nonnegative_sum_up,
+    raised,
     sqrt_up,
     sub_down,
-    sub_up,
     tanh_up,
     times_power_of_two,
     up,
@@ -194,7 +194,7 @@ class Enclosure(ArrayRecord):
         if mid.ndim > 1 and rad.stride(-2) == 0:  # one radius for all rows
             rad = rad[..., 0, :]
             return OutwardUpper(add_up(mid.amax(-2), rad)), OutwardUpper(add_up(-mid.amin(-2), rad))
-        return OutwardUpper(add_up(mid, rad).amax(-2)), OutwardUpper(sub_up(rad, mid).amax(-2))
+        return OutwardUpper(up((mid + rad).amax(-2))), OutwardUpper(up((rad - mid).amax(-2)))
 
     def floats(self) -> Tensor:
         """Return the midpoints."""
@@ -218,7 +218,7 @@ class Enclosure(ArrayRecord):
     def __add__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
         other = as_enclosure(other)
         mid = self.mid + other.mid
-        return Enclosure(mid, add_up(add_up(self.rad, other.rad), mul_up(mid.abs(), UNIT)))
+        return Enclosure(mid, raised(mid.abs().mul_(UNIT).add_(self.rad).add_(other.rad)))
 
     def __sub__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
         return self + (-as_enclosure(other))
@@ -226,9 +226,8 @@ class Enclosure(ArrayRecord):
     def __mul__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
         other = as_enclosure(other)
         mid = self.mid * other.mid
-        own = mul_up(mid.abs(), UNIT)
-        crossed = add_up(mul_up(self.mid.abs(), other.rad), mul_up(self.rad, other.abs_up()))
-        return Enclosure(mid, add_up(add_up(own, crossed), TINY))
+        rad = mid.abs().mul_(UNIT).add_(self.mid.abs() * other.rad).add_(self.rad * (other.mid.abs() + other.rad))
+        return Enclosure(mid, raised(rad))
 
     def __matmul__(self, other: "Enclosure | Tensor") -> "Enclosure":
         other = as_enclosure(other)
@@ -236,20 +235,21 @@ class Enclosure(ArrayRecord):
         if self.mid.ndim < 2 or other.mid.ndim < 2:
             raise InputError("a product of enclosures needs two matrices; give a vector a row or column dimension")
         mid = self.mid @ other.mid
-        own = add_up(mul_up(gamma(k), other.mid.abs()), other.rad)
+        own = raised(other.mid.abs().mul_(gamma(k)).add_(other.rad))
         rad = nonnegative_matmul_up(self.mid.abs(), own)
-        if bool((self.rad != 0).any()):
-            rad = add_up(rad, nonnegative_matmul_up(self.rad, other.abs_up()))
-        return _without_overflow(mid, add_up(rad, k * TINY))
+        if bool(self.rad.any()):
+            rad.add_(nonnegative_matmul_up(self.rad, other.abs_up()))
+        return _without_overflow(mid, raised(rad))
 
     def coarse(self, other: "Enclosure | Tensor") -> "Enclosure":
         """Return the product with one radius for all rows: that of the largest |entries| and radii of a column."""
         other = as_enclosure(other)
         k, mid = self.shape[-1], self.mid @ other.mid
         size, off = (x.amax(-2, keepdim=True) for x in (self.mid.abs(), self.rad))
-        rad = nonnegative_matmul_up(size, add_up(mul_up(gamma(k), other.mid.abs()), other.rad))
-        rad = add_up(add_up(rad, nonnegative_matmul_up(off, other.abs_up())), k * TINY)
-        return _without_overflow(mid, rad.expand_as(mid))
+        rad = nonnegative_matmul_up(size, raised(other.mid.abs().mul_(gamma(k)).add_(other.rad)))
+        if bool(off.any()):
+            rad.add_(nonnegative_matmul_up(off, other.abs_up()))
+        return _without_overflow(mid, raised(rad).expand_as(mid))
 
     def sum(self, dim: int | tuple[int, ...]) -> "Enclosure":
         """Return the enclosure of the sums over `dim`."""
@@ -269,6 +269,8 @@ def _without_overflow(mid: Tensor, rad: Tensor) -> Enclosure:
 
     A computed sum may overflow to ±∞ although the real sum is finite, and even if it has the other sign.
     """
+    if bool(mid.sum().isfinite()):  # then all are, which takes a fraction of the time
+        return Enclosure(mid, rad)
     return Enclosure(torch.where(mid.isinf(), 0.0, mid), torch.where(mid.isfinite(), rad, math.inf))
 
 

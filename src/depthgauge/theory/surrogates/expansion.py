@@ -8,6 +8,7 @@ N_{k:ℓ} = A_k ⋯ A_{ℓ−1} and E_ℓ = Σ_h (P_ℓh − U) X_ℓ V_ℓh, a 
 Heads that occur bitwise equal in a network and in its surrogate have equal leading terms, which cancel exactly.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,37 +44,59 @@ class Expansion:
             query, key, value = (weight.detach().to("cpu", torch.float64, copy=True) for weight in weights)
             self.W.append((A.exact(query) @ key.mT) * network.scale)
             self.V.append(A.exact(value))
-        self._drift: dict[tuple[int, int], Enclosed] = {}
-        self._carried_out: dict[int, Enclosed] = {}
+        self.first = [0, *itertools.accumulate(len(layer.value) for layer in network)]
+        """The number of heads before each layer, and of all heads."""
+        self._drifts: list[Enclosed] = []
+        self._carried: dict[int, Enclosed] = {}
 
     @cached_property
     def V_sum(self) -> list[Enclosed]:
         """V_ℓ = Σ_h V_ℓh."""
         return [value.sum(0) for value in self.V]
 
+    @cached_property
+    def every_V(self) -> Enclosed:
+        """V of the heads of all layers."""
+        every: Enclosed = self.A.cat(self.V)
+        return every
+
+    def heads_of(self, k: int) -> slice:
+        """Return where the heads of layer k are among those of all layers."""
+        return slice(self.first[k], self.first[k + 1])
+
     def drift(self, k: int, end: int) -> Enclosed:
-        """Return Z_{k:ℓ} = N_{k:ℓ} − I, or N_{k:ℓ} without skips; `end` is ℓ.
+        """Return Z_{k:ℓ} = N_{k:ℓ} − I, or N_{k:ℓ} without skips; `end` is ℓ."""
+        return self.drifts(end)[k]
+
+    def drifts(self, end: int) -> Enclosed:
+        """Return Z_{k:ℓ} for all k ≤ ℓ.
 
         The recursion Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ avoids the cancellation of subtracting the identity.
         """
-        if (k, end) not in self._drift and end == k:
-            eye = torch.eye(self.dim, dtype=torch.float64)
-            self._drift[k, end] = self.A.exact(torch.zeros_like(eye) if self.skip else eye)
-        elif (k, end) not in self._drift:
-            before, V = self.drift(k, end - 1), self.V_sum[end - 1]
-            self._drift[k, end] = before + V + before @ V if self.skip else before @ V
-        return self._drift[k, end]
+        none = (
+            self.A.eye(self.dim)[None] if not self.skip else self.A.exact(torch.zeros(1, self.dim, self.dim).double())
+        )
+        self._drifts = self._drifts or [none]
+        for V in self.V_sum[len(self._drifts) - 1 : end]:
+            before = self._drifts[-1]
+            self._drifts.append(self.A.cat([before + V + before @ V if self.skip else before @ V, none]))
+        return self._drifts[end]
 
     def carried(self, k: int, end: int) -> Enclosed:
         """Return V_kh · Z_{k+1:ℓ} for all heads of layer k, the effect of mean((P_kh − U) X_k) on state ℓ."""
-        if self.skip and end == k + 1:
-            return self.A.exact(torch.zeros(self.V[k].shape, dtype=torch.float64))
-        if end != self.depth:
-            return self.V[k] @ self.drift(k + 1, end)
-        # Only the products for the output are used repeatedly, so only these are cached.
-        if k not in self._carried_out:
-            self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
-        return self._carried_out[k]
+        return self.every_carried(end)[self.heads_of(k)]
+
+    def every_carried(self, end: int) -> Enclosed:
+        """Return `carried` for the heads of all layers before ℓ; only those of the output and of one ℓ are kept."""
+        if end not in self._carried:
+            self._carried = {kept: found for kept, found in self._carried.items() if kept == self.depth}
+            last, V = self.first[end - 1], self.every_V[: self.first[end]]
+            after = [k + 1 for k in range(end) for _ in range(self.first[k], self.first[k + 1])]
+            if self.skip:  # Z_{ℓ:ℓ} = 0
+                zero = self.A.exact(torch.zeros(V.shape, dtype=torch.float64)[last:])
+                V = self.A.cat([V[:last] @ self.drifts(end)[after[:last]], zero])
+            self._carried[end] = V if self.skip else V @ self.drifts(end)[after]
+        return self._carried[end]
 
 
 class CausalExpansion(Expansion):
