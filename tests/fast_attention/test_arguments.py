@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,13 +29,13 @@ def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of rows of all problems whose numbers were examined."""
     found: list[int] = []
-    original = PreparedCall.is_refused
+    original = PreparedCall.look
 
-    def watched(prepared: PreparedCall, tensors: Tensors) -> bool:
+    def watched(prepared: PreparedCall, tensors: Tensors) -> Callable[[], bool] | None:
         found.append(prepared.call.n)
         return original(prepared, tensors)
 
-    monkeypatch.setattr(PreparedCall, "is_refused", watched)
+    monkeypatch.setattr(PreparedCall, "look", watched)
     return found
 
 

@@ -54,7 +54,7 @@ def test_kernels_stay_inside_their_tensors(
     backend = TritonBackend(128, (dtype,) if is_other else (), 1 if is_other else 2**28)
     memory = checked_memory(monkeypatch)
     assert backend.survey(call, tensors).is_usable == [True]
-    assert 0 <= backend.share_beyond(call, tensors, 1e-3) <= 1
+    assert 0 <= backend.look(call, tensors, 1e-3)() <= 1
     out, _, saved = backend.forward(spec, q, k, v)
     found = backend.backward(spec, q, k, v, saved, torch.ones_like(out))
     assert all(bool(x.isfinite().all()) for x in (out, *found))

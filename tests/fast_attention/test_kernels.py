@@ -134,13 +134,13 @@ def test_a_glance_proves_the_same_share_in_torch_and_in_a_kernel(
     scores = torch.minimum(*norms) * torch.minimum(*(x.amax(dim=1) for x in keys))[:, None, None] / 4
     for bound in (0.01, 2.0, 3.0, 100.0):
         true = (scores > bound).float().mean(dim=(1, 2)).min()
-        shares = backend.share_beyond(call, problem, bound), share_beyond(call, problem, bound)
+        shares = backend.look(call, problem, bound)(), share_beyond(call, problem, bound)
         assert max(shares) <= float(true) + 1e-6
         if min(n, m) > 200:
             assert min(shares) > 0.3 or bound > 1
             assert (max(shares) > 0) == (bound < 10)
     problem.q[1] = torch.nan
-    assert backend.share_beyond(call, problem, 0.01) == share_beyond(call, problem, 0.01) == 0
+    assert backend.look(call, problem, 0.01)() == share_beyond(call, problem, 0.01) == 0
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])

@@ -133,13 +133,15 @@ def test_a_look_refuses_only_what_a_survey_refuses(seed: int, monkeypatch: pytes
         for change in (1.0, 0.01):  # large scores, then small ones
             call, flat = call_for(change * given[0], *given[1:], force=None)
             prepared = PreparedCall(call)
-            is_refused = prepared.is_refused(flat)
+            look = prepared.look(flat)
+            assert look is not None
+            is_refused = look()
             refused += is_refused
             both.append(decided(prepared, flat, kernel_survey(call, flat)) is not None)
             assert not (is_refused and both[-1])
-            assert not PreparedCall(call._replace(force="polynomial")).is_refused(flat)
+            assert PreparedCall(call._replace(force="polynomial")).look(flat) is None
             prepared.record(is_refused=False)
-            assert not prepared.is_refused(flat)  # the last survey found a polynomial: it is not looked twice
+            assert prepared.look(flat) is None  # the last survey found a polynomial: it is not looked twice
     assert refused > 0
     assert any(both)
 

@@ -1,5 +1,6 @@
 """`Attention`: an object that remembers where a survey did not help, and forgets it again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,13 +31,13 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of calls made so far, at every call that looks at numbers."""
     found: list[int] = []
     made.clear()
-    original = PreparedCall.is_refused
+    original = PreparedCall.look
 
-    def watched(prepared: PreparedCall, tensors: Tensors) -> bool:
+    def watched(prepared: PreparedCall, tensors: Tensors) -> Callable[[], bool] | None:
         found.append(len(made))
         return original(prepared, tensors)
 
-    monkeypatch.setattr(PreparedCall, "is_refused", watched)
+    monkeypatch.setattr(PreparedCall, "look", watched)
     return found
 
 

@@ -237,15 +237,20 @@ def _attend(
             'force="polynomial" is not possible inside torch.compile: the decision depends on numbers; make a plan '
             "with attention_plan before and pass it as plan"
         )
+    return _exact(call, given, return_bound)
+
+
+def _exact(call: Call, given: Tensors, return_bound: bool) -> Output:
     out = exact.call_torch(call, given)
     return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
 
 
 def polynomial(call: Call, given: Tensors, return_bound: bool, calls: Prepared | None) -> Output | None:
-    """Compute a call in which a polynomial is chosen for some head. Return None if the call is exact.
+    """Compute a call in which a polynomial may be chosen for some head. Return None if the call is exact.
 
     No other function decides this. A call is exact without a look at its numbers if its options, its sizes or the modes
-    of torch allow nothing else, or if `calls` lets it wait.
+    of torch allow nothing else, or if `calls` lets it wait. A GPU computes exact attention while the host waits for the
+    first look. This output is returned if no polynomial is chosen, and lost where one is found for the first time.
     """
     q, k, v, _, _ = given
     if call.is_exact or q.shape[-2] * k.shape[-2] <= call.most_pairs:
@@ -259,10 +264,12 @@ def polynomial(call: Call, given: Tensors, return_bound: bool, calls: Prepared |
         return None
     is_usual = not return_bound and prepared.kernels is not None and _is_usual(call, given)
     with on_device(q):
-        flat = given if is_usual else given.flat(call)
-        if prepared.is_refused(flat):
-            prepared.record(is_refused=True)
-            return None
+        flat, whole = given if is_usual else given.flat(call), None
+        if (look := prepared.look(flat)) is not None:
+            whole = _exact(call, given, return_bound) if q.is_cuda else None
+            if look():
+                prepared.record(is_refused=True)
+                return whole
         found = prepared.usual(q, k, v) if is_usual else prepared.backend(2).survey(call, flat.detach())
         if isinstance(found, Tensor):
             prepared.record(is_refused=False)
@@ -271,7 +278,7 @@ def polynomial(call: Call, given: Tensors, return_bound: bool, calls: Prepared |
         decision = decided(prepared, flat, found)
         prepared.record(is_refused=decision is None)
         if decision is None:
-            return None
+            return whole
         out, bound = decision.run(flat, return_bound)
     shape = q.shape[:-1]
     out = out.reshape(*shape, call.e)

@@ -317,15 +317,17 @@ class PreparedCall:
         degrees = [degree for degree in range(HIGHEST_DEGREE + 1) if self.pays(degree)]
         return max((grid_bound(self.limit(g)) for g in degrees if self.limit(g) >= SMALLEST_INDEX), default=0.0)
 
-    def is_refused(self, tensors: Tensors) -> bool:
-        """Return whether a first look at some numbers shows that a survey would end in exact attention for all heads.
+    def look(self, tensors: Tensors) -> Callable[[], bool] | None:
+        """Begin a first look at some numbers; return what waits for it, or None if it is not needed.
 
-        Then the scores of too many rows are larger than any polynomial covers that pays. If the last survey found a
-        polynomial, the survey is made at once: what is decided is the same.
+        It tells whether the look shows that a survey would end in exact attention for all heads: the scores of too many
+        rows are larger than any polynomial covers that pays. If the last survey found a polynomial, the survey is made
+        at once: what is decided is the same.
         """
         if self.call.force is not None or self._is_small:
-            return False
-        return self.backend(2).share_beyond(self.call, tensors, self.largest_bound) > MOST_EXACT_ROWS
+            return None
+        share = self.backend(2).look(self.call, tensors, self.largest_bound)
+        return lambda: share() > MOST_EXACT_ROWS
 
     def limit(self, degree: int) -> int:
         """Return the largest grid index at which this degree meets the tolerance, or one below all others."""

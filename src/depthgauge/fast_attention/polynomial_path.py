@@ -20,9 +20,9 @@ tails.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import combinations_with_replacement, groupby
 from typing import Any
 
@@ -227,9 +227,9 @@ class Backend:
         """Return proved bounds on the norms of q, k and v."""
         return survey(call, tensors)
 
-    def share_beyond(self, call: Call, tensors: Tensors, bound: float) -> float:
-        """Return a share of the rows of every head that are proved to have B_i > `bound`, for all centres at once."""
-        return share_beyond(call, tensors.detach(), bound)
+    def look(self, call: Call, tensors: Tensors, bound: float) -> Callable[[], float]:
+        """Return what waits for a share of the rows of every head that are proved to have B_i > `bound`."""
+        return partial(share_beyond, call, tensors.detach(), bound)
 
     def is_outside(self, call: Call, tensors: Tensors, bound: float) -> Tensor:
         """Return a bool tensor [] on the device: whether scores may exceed `bound`, or q, k or v is unusable."""

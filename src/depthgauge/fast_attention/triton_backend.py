@@ -24,7 +24,7 @@ because the range of the dtype is small.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,15 +78,28 @@ class TritonBackend(Backend):
         """Return proved bounds on the norms of q, k and v. The kernel does not support padding."""
         return kernel_survey(call, tensors) if tensors.padding is None else survey(call, tensors)
 
-    def share_beyond(self, call: Call, tensors: Tensors, bound: float) -> float:
-        """Return the share of `bounds.share_beyond`, computed by one kernel from any q and k that it can read."""
+    def look(self, call: Call, tensors: Tensors, bound: float) -> Callable[[], float]:
+        """Launch one kernel that computes the share of `share_beyond`, for any q and k that it can read.
+
+        The result is copied to pinned memory, so what is launched before it is asked for does not have to end.
+        """
         q, k, _, padding, _ = tensors
         if padding is not None or not (q.is_contiguous() and k.is_contiguous()):
-            return super().share_beyond(call, tensors, bound)
+            return super().look(call, tensors, bound)
         launch, size = glance_launch(call.heads, call.groups * call.n, call.m, call.d, call.e, call.device)
         factor, found = glance_factor(call.scale, bound), q.new_empty(size, dtype=torch.float32)
         launch((q, k, found), (factor * factor,))
-        return float(min(found.tolist()))
+        if not q.is_cuda:
+            return lambda: float(min(found.tolist()))
+        host, copied = torch.empty(size, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host.copy_(found, non_blocking=True)
+        copied.record()
+
+        def share() -> float:
+            copied.synchronize()
+            return float(min(host.tolist()))
+
+        return share
 
     def is_outside(self, call: Call, tensors: Tensors, bound: float) -> Tensor:
         """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the range of `holds`.
