@@ -126,7 +126,22 @@ def attention_plan(
     """Return what `attention` would do with the same arguments, and why.
 
     The plan lists for every key head the proved bound B on the scores, the degree, the path and the predicted costs.
-    Printing it shows a table. The arguments are those of `attention`.
+
+    Args:
+        q: Queries [..., heads, n, d].
+        k: Keys [..., heads, m, d].
+        v: Values [..., heads, m, e].
+        attn_mask: As in `attention`.
+        dropout_p: As in `attention`.
+        is_causal: As in `attention`.
+        tolerance: The largest error of an output entry, as a fraction of the range of its values.
+        scale: The factor s of q·k; 1/√d if None.
+        key_padding: Bool tensor [..., m], True at padding keys.
+        enable_gqa: As in `attention`.
+        force: `exact` or `polynomial` to force a path; None chooses by predicted cost.
+
+    Returns:
+        A `AttentionPlan`. Printing it shows a table.
 
     Raises:
         InputError: An argument is invalid, or the polynomial path is forced where it does not exist.
